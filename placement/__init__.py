@@ -3,7 +3,7 @@
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
 from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
-from tenuto.placement.planner.solve import solve
+from tenuto.placement.planner import solve
 from tenuto.placement.policy import Policy, load_policy, policy_names
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, Objective, Workload, profile_of

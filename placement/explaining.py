@@ -18,8 +18,7 @@ from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.generation_capacity import with_lengths
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan
-from tenuto.placement.planner.solve import enough_for_all, solve
-from tenuto.placement.planner.task import PlanTask
+from tenuto.placement.planner import PlanTask, enough_for_all, solve
 from tenuto.placement.policy import load_policy
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.profiles import Profiles

@@ -174,19 +174,19 @@ def with_lengths(spec: ModelSpec) -> ModelSpec:
         return spec
     names = ("prompt_tokens", "output_tokens")
     traced = dict(zip(names, usual_lengths(spec.name, spec.arrival), strict=True))
-    found = {
+    lengths = {
         name: Lengths(quantiles={p: float(np.percentile(tokens, p)) for p in range(0, 101, _QUANTILE)})
         for name, tokens in traced.items()
         if tokens is not None and getattr(generates, name) is None
     }
-    return spec.model_copy(update={"generates": generates.model_copy(update=found)})
+    return spec.model_copy(update={"generates": generates.model_copy(update=lengths)})
 
 
 def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
     """Return how many requests per second steps of this cost carry within the SLO, and with how many sequences."""
     generates, slo, prompt, output = _asked_of(spec)
     room = min(generates.max_sequences, generates.max_batch_tokens - 1, int(kv_tokens / (prompt + output)))
-    kept: list[tuple[float, int]] = []
+    possible: list[tuple[float, int]] = []
     most_rps, sequences = 0.0, 1
     while sequences <= room:
         step_ms, _, _ = _step_ms(cost, sequences, prompt, output, generates.max_batch_tokens)
@@ -196,9 +196,9 @@ def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int
         if many <= room:
             worst_ms, longest, chunks = _step_ms(cost, many, prompt, output, generates.max_batch_tokens)
             if worst_ms <= slo.tpot_ms and (1 + chunks) * longest <= slo.ttft_ms:
-                kept.append((rate, sequences))
+                possible.append((rate, sequences))
         sequences += max(1, sequences // 16)  # derived: steps of a sixteenth, finer than `_STEP` of trials
-    return max((each for each in kept if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
+    return max((each for each in possible if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
 
 
 def carries_alone(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
@@ -301,7 +301,7 @@ def options_of(
     generation = profile.generation
     if generation is None:
         return []
-    found: list[ShareCapacity] = []
+    options: list[ShareCapacity] = []
     best = 0.0
     for together in sorted({at.tensor_parallel for at in generation.steps}):
         if together > most_together:
@@ -310,8 +310,8 @@ def options_of(
         each = max((option.rate_rps / option.takes_pct for option in more), default=0.0)
         if each < WORTH_TOGETHER * best:
             break
-        found, best = found + more, each
-    return found
+        options, best = options + more, each
+    return options
 
 
 def _options_on(
@@ -331,7 +331,7 @@ def _options_on(
         rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens else (0.0, 0)
         whole = ShareCapacity(spec, 100.0, rate, sequences, generation, cost, kv_tokens, None)
         return [whole] if rate > 0 else []
-    found = []
+    options = []
     for share in shares:
         if min(known) <= share <= max(known):
             on_each = weights_mib / together
@@ -339,10 +339,10 @@ def _options_on(
             cost = generation.cost(share, together)
             rate, sequences = carries(spec, cost, kv_tokens) if kv_tokens > 0 else (0.0, 0)
             if rate > 0:
-                found.append(
+                options.append(
                     ShareCapacity(spec, share, rate, sequences, generation, cost, kv_tokens, on_each, together)
                 )
-    return found
+    return options
 
 
 def _most_tokens(spec: ModelSpec) -> int:
@@ -368,7 +368,7 @@ def gpulets_of(
     for each in laid:
         for gpu in each.gpus:
             taken[gpu.id] = taken.get(gpu.id, 0.0) + each.option.share_pct
-    found: list[Gpulet] = []
+    gpulets: list[Gpulet] = []
     for number, (each, rate_rps) in enumerate(zip(laid, rates_rps, strict=True)):
         option, (first, *others) = each.option, each.gpus
         part = min(memory.get(gpu.id, 1.0) * option.share_pct / taken[gpu.id] for gpu in each.gpus)
@@ -392,7 +392,7 @@ def gpulets_of(
             longest_context=option.generation.longest_context,
             decided_ahead=option.generation.decided_ahead,
         )
-        found.append(
+        gpulets.append(
             Gpulet(
                 id=f"generating-{number}",
                 gpu=first.id,
@@ -402,7 +402,7 @@ def gpulets_of(
                 models=(replica,),
             )
         )
-    return found
+    return gpulets
 
 
 def in_proportion(gpulet: Gpulet, gpu: Gpu, profiles: Profiles) -> Gpulet:

@@ -11,7 +11,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.choosing import CONFIRMING, LARGE, ChoosingOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.expectation.outlook import told
+from tenuto.placement.expectation.outlook import alike_key
 from tenuto.placement.generation_capacity import with_lengths
 
 _OF_STEPS = 3000  # derived: requests of one run of a model that generates: its 97 % in time are known within 1 %
@@ -58,7 +58,7 @@ class _Group:
         """Return which part of each model's requests is served."""
         mine = tuple(g for g in plan.gpulets if any(replica.name in self._names for replica in g.models))
         own = plan.model_copy(update={"gpulets": mine, "models": self._models})
-        key = tuple(sorted(repr([told(gpulet) for gpulet in there]) for there in own.by_gpu().values() if there))
+        key = tuple(sorted(repr([alike_key(gpulet) for gpulet in there]) for there in own.by_gpu().values() if there))
         if key not in self._known:
             self._known[key] = self._run(own)
         return self._known[key]

@@ -15,9 +15,9 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.placement_constraints import is_at
+from tenuto.placement.planner import Durations
 from tenuto.placement.planner.change_stages import next_stage
 from tenuto.placement.planner.standby import Standby, still_fitting
-from tenuto.placement.planner.task import Durations
 
 
 class ChangeState:

@@ -31,9 +31,8 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.plan_edits import without_others
-from tenuto.placement.planner.proposal import Proposal
+from tenuto.placement.planner import ChangeTerms, PlanRequest, Proposal, RunningPlan
 from tenuto.placement.planner.standby import taken_over
-from tenuto.placement.planner.task import ChangeTerms, PlanRequest, RunningPlan
 from tenuto.placement.versions import shared_out, splits
 from tenuto.placement.workload import ModelSpec, lacking
 
@@ -493,17 +492,19 @@ class Controller:
 
     def _want(self, result: Proposal) -> None:
         """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
-        if result.wanted is None:
+        if result.needed_gpus is None:
             return
         there = Counter(gpu.type for gpu in self._changing.usable)
         bounds = self._settings.gpus
-        wanted = {kind: max(bound.min, min(bound.max, result.wanted.get(kind, 0))) for kind, bound in bounds.items()}
+        wanted = {
+            kind: max(bound.min, min(bound.max, result.needed_gpus.get(kind, 0))) for kind, bound in bounds.items()
+        }
         if bounds and wanted != self._wanted:
             self._wanted = wanted
             self._decisions.append(WantGpus(wanted))
         missing = {
             kind: count - max(there[kind], bounds[kind].max if kind in bounds else 0)
-            for kind, count in result.wanted.items()
+            for kind, count in result.needed_gpus.items()
         }
         short = {kind: count for kind, count in missing.items() if count > 0}
         if short:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.planner.task import PlanRequest
+from tenuto.placement.planner import PlanRequest
 
 
 @dataclass(frozen=True)

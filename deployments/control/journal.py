@@ -14,7 +14,7 @@ from typing import Any
 from tenuto.deployments.control.canaries import WorseCanary
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
-from tenuto.placement.planner.proposal import Proposal
+from tenuto.placement.planner import Proposal
 
 
 class Reason(StrEnum):

@@ -37,10 +37,9 @@ from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, L
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, Placed
+from tenuto.placement.planner import PlanRequest, Proposal
 from tenuto.placement.planner.change_stages import needed_mib
 from tenuto.placement.planner.gpu_matching import gpus_of, renamed
-from tenuto.placement.planner.proposal import Proposal
-from tenuto.placement.planner.task import PlanRequest
 
 logger = logging.getLogger("ray.serve")
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import IO
 
 from tenuto.errors import TenutoError
-from tenuto.placement.planner.proposal import Proposal, propose
-from tenuto.placement.planner.task import PlanRequest
+from tenuto.placement.planner import PlanRequest, Proposal, propose
 from tenuto.profiles import Profiles
 
 _START_S = 60.0  # limit: for imports on a busy machine

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.placement import Plan, Workload
-from tenuto.placement.planner.task import Durations
+from tenuto.placement.planner import Durations
 from tenuto.placement.workload import ModelSpec
 
 

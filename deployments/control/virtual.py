@@ -26,7 +26,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu, node_of
-from tenuto.placement.planner.proposal import Proposal, propose
+from tenuto.placement.planner import Proposal, propose
 from tenuto.profiles import Profiles
 
 _PLANNING_S = 0.5  # default: until a plan comes

@@ -28,10 +28,10 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
 from tenuto.placement.planner.change_stages import not_ready
 from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
-from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
-from tenuto.placement.planner.task import PlanTask
+from tenuto.placement.planner.minimal_change import changes_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

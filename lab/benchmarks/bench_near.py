@@ -22,9 +22,8 @@ from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
+from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
 from tenuto.placement.planner.completion import check_plan
-from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
-from tenuto.placement.planner.task import PlanTask
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.instruments.near_plans import POLICIES, judged

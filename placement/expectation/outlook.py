@@ -89,7 +89,7 @@ class Outlooks:
         self._carries = carries
         self._slowdowns = {name: factor for name, factor in (slowdowns or {}).items() if factor != 1.0}
         self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: original, slowed
-        self._told: dict[int, _Told] = {}  # by identity
+        self._programs: dict[int, _Programs] = {}  # by identity
         self._members: dict[object, tuple[object, dict[str, Demand]]] = {}  # by identity of what stands with them
         self._islands: dict[object, _Island] = {}
 
@@ -139,7 +139,7 @@ class Outlooks:
         near = [name for name, part in parts.items() if part >= IN_FULL and at_most[name] < IN_FULL]
         return parts | {name: IN_FULL * parts[name] - NOTHING for name in near}, near
 
-    def kept(self, plan: Plan, traffic: Traffic, attainment: float) -> dict[str, float]:
+    def attained_parts(self, plan: Plan, traffic: Traffic, attainment: float) -> dict[str, float]:
         """Return for each model which part of `attainment` a plan promises, at most 1."""
         promised, _ = self.promised(plan, traffic)
         return {
@@ -167,11 +167,11 @@ class Outlooks:
     ) -> list[tuple[_Island, list[int]]]:
         """Return the gpu-lets that share programs or GPUs, directly or through others, with their places in the
         plan."""
-        told_of = [self._what_is_told(gpulet) for gpulet in plan.gpulets]
-        alike = dict.fromkeys(told.models for told in told_of)  # most of thousands of gpu-lets hold the same
+        programs_of = [self._programs_of(gpulet) for gpulet in plan.gpulets]
+        alike = dict.fromkeys(each.models for each in programs_of)  # most of thousands of gpu-lets hold the same
         groups = [
-            (*((gpu,) for gpu in gpulet.gpus), *told.models[:1])
-            for gpulet, told in zip(plan.gpulets, told_of, strict=True)
+            (*((gpu,) for gpu in gpulet.gpus), *held.models[:1])
+            for gpulet, held in zip(plan.gpulets, programs_of, strict=True)
         ]
         together = connected_components([*groups, *alike])
         island_of = {member: index for index, each in enumerate(together) for member in each}
@@ -185,19 +185,19 @@ class Outlooks:
             indices = sorted({index for there in by_gpu.values() for index in there})
             own_of = {index: own for own, index in enumerate(indices)}
             gpus = tuple(tuple(own_of[index] for index in there) for there in by_gpu.values())
-            own_told = [told_of[index] for index in indices]
-            held = tuple((names, asked[names]) for names in dict.fromkeys(told.models for told in own_told))
-            key = tuple(told.exactly for told in own_told), gpus, held, plan.objective, is_cautious
+            own_programs = [programs_of[index] for index in indices]
+            held = tuple((names, asked[names]) for names in dict.fromkeys(each.models for each in own_programs))
+            key = tuple(each.exactly for each in own_programs), gpus, held, plan.objective, is_cautious
             if key not in self._islands:
-                self._islands[key] = _Island(own_told, gpus, members, plan.objective, is_cautious=is_cautious)
+                self._islands[key] = _Island(own_programs, gpus, members, plan.objective, is_cautious=is_cautious)
             found.append((self._islands[key], indices))
         return found
 
-    def _what_is_told(self, gpulet: Gpulet) -> _Told:
-        found = self._told.get(id(gpulet))
+    def _programs_of(self, gpulet: Gpulet) -> _Programs:
+        found = self._programs.get(id(gpulet))
         if found is None:
             programs = tuple(self._now(p) for p in gpulet.programs if p.latency is not None)
-            found = self._told[id(gpulet)] = _Told(gpulet, told(gpulet), programs)
+            found = self._programs[id(gpulet)] = _Programs(gpulet, alike_key(gpulet), programs)
         return found
 
     def _now(self, program: Program) -> Program:
@@ -285,7 +285,7 @@ def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
     )
 
 
-def told(gpulet: Gpulet) -> tuple[object, ...]:
+def alike_key(gpulet: Gpulet) -> tuple[object, ...]:
     """Return all that decides what a gpu-let serves, wherever it is: for one workload on GPUs of known types."""
     return (
         gpulet.share_pct,
@@ -296,11 +296,11 @@ def told(gpulet: Gpulet) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Told:
-    """What `told` returns for a gpu-let, and its programs with known latency."""
+class _Programs:
+    """A gpu-let, its `alike_key`, and its programs with known latency."""
 
     gpulet: Gpulet
-    told: tuple[object, ...]
+    key: tuple[object, ...]
     programs: tuple[Program, ...]
 
     @cached_property
@@ -310,8 +310,8 @@ class _Told:
 
     @cached_property
     def exactly(self) -> tuple[object, ...]:
-        """What is told, and the identities of its latencies: unique among gpu-lets of one plan."""
-        return self.told, tuple(id(program.latency) for program in self.programs)
+        """The key, and the identities of its latencies: unique among gpu-lets of one plan."""
+        return self.key, tuple(id(program.latency) for program in self.programs)
 
 
 class _Island:
@@ -322,7 +322,7 @@ class _Island:
 
     def __init__(
         self,
-        gpulets: Sequence[_Told],
+        gpulets: Sequence[_Programs],
         by_gpu: Iterable[Sequence[int]],
         members: Mapping[str, Demand],
         objective: str,
@@ -334,8 +334,8 @@ class _Island:
         kinds: dict[object, AlikeGpulets] = {}
         kind_of = []
         for own, each in enumerate(gpulets):
-            beside = tuple(gpulets[other].told for other in on_gpu[own]) if len(on_gpu[own]) > 1 else None
-            kind = kinds.setdefault((each.told, beside), AlikeGpulets(each.programs))
+            beside = tuple(gpulets[other].key for other in on_gpu[own]) if len(on_gpu[own]) > 1 else None
+            kind = kinds.setdefault((each.key, beside), AlikeGpulets(each.programs))
             kind.gpulets.append(own)
             kind_of.append(kind)
         for kind in kinds.values():

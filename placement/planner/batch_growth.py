@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Gpulet, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
+from tenuto.placement.plan import Plan
 from tenuto.placement.planner.change_stages import needed_mib
-from tenuto.placement.workload import ModelSpec, profile_of
+from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.latency import Latency
 
@@ -33,19 +34,19 @@ def enlarge_batches(plan: Plan, workload: Workload, profiles: Profiles, gpus: Se
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     memory = {gpu.type: gpu.memory_mib for gpu in gpus}
     specs = {spec.name: spec for spec in workload.models}
-    kept: dict[str, list[Gpulet]] = plan.by_gpu()
-    found = []
+    by_gpu: dict[str, list[Gpulet]] = plan.by_gpu()
+    gpulets = []
     for gpulet in plan.gpulets:
         kind = types[gpulet.gpu]
         if gpulet.also_on:
-            found.append(gpulet)  # it generates, and forms no batches
+            gpulets.append(gpulet)  # it generates, and forms no batches
             continue
-        others = sum(needed_mib(other) for other in kept[gpulet.gpu] if other.id != gpulet.id)
+        others = sum(needed_mib(other) for other in by_gpu[gpulet.gpu] if other.id != gpulet.id)
         room_mib = min(gpulet.memory_mib or float("inf"), memory.get(kind, float("inf")) - others)
         larger = _raised(gpulet, specs, profiles, kind, room_mib)
-        kept[gpulet.gpu] = [larger if other.id == gpulet.id else other for other in kept[gpulet.gpu]]
-        found.append(larger)
-    return plan.model_copy(update={"gpulets": tuple(found)})
+        by_gpu[gpulet.gpu] = [larger if other.id == gpulet.id else other for other in by_gpu[gpulet.gpu]]
+        gpulets.append(larger)
+    return plan.model_copy(update={"gpulets": tuple(gpulets)})
 
 
 def _raised(

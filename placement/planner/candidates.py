@@ -47,8 +47,8 @@ class Candidate(NamedTuple):
 
 
 class Candidates:
-    """The candidates of one task. `faults` says why some of them are missing. `wanted` is how many GPUs of each type
-    would carry everything; None: the policy could not tell."""
+    """The candidates of one task. `faults` says why some of them are missing. `needed_gpus` is how many GPUs of each
+    type would carry everything; None: the policy could not tell."""
 
     def __init__(self, task: PlanTask) -> None:
         """Take a task with a running plan. Its cluster has the GPUs that are present."""
@@ -61,7 +61,7 @@ class Candidates:
         self._uncut = task.cluster.uncut.gpus
         self.asks_for_places = any(map(asks, task.workload.models))
         self.faults: list[str] = []
-        self.wanted: Mapping[str, int] | None = None
+        self.needed_gpus: Mapping[str, int] | None = None
 
     def all(self) -> list[Candidate]:
         """Return all candidates."""
@@ -75,11 +75,13 @@ class Candidates:
         with self._faults_noted():
             anew = self._planned_anew(self._elastic(types))
             type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in anew.gpus}
-            self.wanted = Counter(type_of[device] for device in anew.devices(anew.used_gpus))
-        is_enough = self.wanted is not None and all(count <= present[kind] for kind, count in self.wanted.items())
+            self.needed_gpus = Counter(type_of[device] for device in anew.devices(anew.used_gpus))
+        is_enough = self.needed_gpus is not None and all(
+            count <= present[kind] for kind, count in self.needed_gpus.items()
+        )
         may_cut = any(gpu.mig == "managed" for gpu in self._uncut)
         with self._faults_noted():
-            counts = self.wanted if self.wanted is not None and is_enough else present
+            counts = self.needed_gpus if self.needed_gpus is not None and is_enough else present
             for plan in map(self._cut_anew, self._devices_to_cut(counts) if may_cut else ()):
                 plans.append(Candidate("cut anew" if made_anew(self.running.plan, plan) else "planned anew", plan))
         with self._faults_noted():
@@ -146,7 +148,7 @@ class Candidates:
         return with_losses(plan.model_copy(update={"expected": expected}))
 
     def _promised_parts(self, plan: Plan) -> dict[str, float]:
-        return self._outlooks.kept(plan, self.running.traffic, self.running.attainment)
+        return self._outlooks.attained_parts(plan, self.running.traffic, self.running.attainment)
 
     # --- everything is planned anew -----------------------------------------------------------------------------------
 
@@ -223,8 +225,8 @@ class Candidates:
             for name, spec in specs.items()
             if name in missing
         )
-        asked = workload.model_copy(update={"models": short, "applications": (), "merge": "off"})
-        more = self._policys(asked, self._elastic(dict.fromkeys(gpu.type for gpu in self.gpus)))
+        missing_workload = workload.model_copy(update={"models": short, "applications": (), "merge": "off"})
+        more = self._policys(missing_workload, self._elastic(dict.fromkeys(gpu.type for gpu in self.gpus)))
         bought = {gpu.id: gpu for gpu in gpus_of(more)}
         held = {gpu.id: [*running.on_gpu(gpu.id)] for gpu in self.gpus}
         ids = {gpulet.id for gpulet in running.gpulets} | self.running.reserved_ids
@@ -298,12 +300,12 @@ class Candidates:
 
     def _as_measured(self, workload: Workload, cluster: Cluster) -> PlanTask:
         """Return the task with what batches really take, of models that may lie on the cluster."""
-        asked, profiles = workload, self._task.profiles
+        slowed, profiles = workload, self._task.profiles
         if self._slowdowns:
-            asked, profiles = _slowed(workload, profiles, cluster, self._slowdowns)
+            slowed, profiles = _slowed(workload, profiles, cluster, self._slowdowns)
         if not cluster.elastic:
-            asked = bearable(asked, cluster.gpus)
-        return PlanTask(self._task.policy, asked, cluster, profiles)
+            slowed = bearable(slowed, cluster.gpus)
+        return PlanTask(self._task.policy, slowed, cluster, profiles)
 
     def _as_profiled(self, plan: Plan, workload: Workload) -> Plan:
         """Return a plan of `_as_measured` with the latencies of the profiles, for the whole workload. Slowdowns apply

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
+from tenuto.placement.plan import Plan
 from tenuto.placement.planner.change_stages import made_anew, stages
 from tenuto.placement.planner.task import RunningPlan
 
@@ -138,7 +138,7 @@ class ChangeScale:
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
         """Return the requests per second of each model that a plan carries."""
-        parts = self._outlooks.kept(plan, traffic, self._running.attainment)
+        parts = self._outlooks.attained_parts(plan, traffic, self._running.attainment)
         return {name: part * traffic.mean_rps[name] for name, part in parts.items()}
 
 

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
-from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.planner.task import Durations
-from tenuto.placement.program import held_mib
+from tenuto.placement.program import Gpulet, held_mib
 from tenuto.placement.versions import taking_the_rest
 
 # Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
@@ -90,11 +89,11 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
 
 def places_to_be(target: Plan, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """Return the planned MIG instances that do not exist yet, and planned GPUs that are still cut otherwise."""
-    there = {(gpu.id, gpu.type) for gpu in gpus}
+    present = {(gpu.id, gpu.type) for gpu in gpus}
     return tuple(
         gpu.as_gpu
         for gpu in target.gpus
-        if (gpu.id, gpu.type) not in there and (gpu.instance is not None or gpu.mig is not None)
+        if (gpu.id, gpu.type) not in present and (gpu.instance is not None or gpu.mig is not None)
     )
 
 
@@ -137,23 +136,23 @@ def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
     """
     specs = {spec.name: spec for spec in (*now.models, *target.models)}
     held = {replica.name for gpulet in gpulets for replica in gpulet.models}
-    wanted = {spec.name for spec in target.models}
-    split = {spec.model for spec in now.models if taking_the_rest([spec]) and spec.name in wanted | held}
+    planned = {spec.name for spec in target.models}
+    split = {spec.model for spec in now.models if taking_the_rest([spec]) and spec.name in planned | held}
     before = {spec.name: spec for spec in now.models}
     for name, spec in specs.items():
-        kept: dict[str, object] = {"rate_rps": before[name].rate_rps} if name in before else {}
+        update: dict[str, object] = {"rate_rps": before[name].rate_rps} if name in before else {}
         if spec.model in split and name in before:
-            kept |= {"share_pct": before[name].share_pct, "shadow": before[name].shadow}
+            update |= {"share_pct": before[name].share_pct, "shadow": before[name].shadow}
         elif spec.model in split and not spec.shadow:
-            kept["share_pct"] = 0.0
-        if kept:
-            specs[name] = spec.model_copy(update=kept)
-    unserved = tuple(name for name in specs if name in wanted and name not in held)
+            update["share_pct"] = 0.0
+        if update:
+            specs[name] = spec.model_copy(update=update)
+    unserved = tuple(name for name in specs if name in planned and name not in held)
     stage = target.model_copy(
         update={
             "gpus": _gpus_of_stage(now, target, gpulets),
             "gpulets": tuple(gpulets),
-            "models": tuple(spec for name, spec in specs.items() if name in wanted or name in held),
+            "models": tuple(spec for name, spec in specs.items() if name in planned or name in held),
             "unserved": unserved,
             "unserved_reasons": dict.fromkeys(unserved, "the plan is being changed"),
             "overcommits": now.overcommits or target.overcommits,
@@ -173,18 +172,18 @@ def _if_possible(stage: Plan) -> Plan | None:
 def _without_requests(now: Plan, target: Plan) -> Plan | None:
     """Return the target with versions beside it that it lacks and that get requests now. They get none any more, and
     those that wait for them are still served. None when there are no such versions."""
-    wanted, there = {spec.name for spec in target.models}, {spec.model for spec in target.models}
+    planned, versioned = {spec.name for spec in target.models}, {spec.model for spec in target.models}
     leaving = {
         spec.name: spec.model_copy(update={"share_pct": 0.0})
         for spec in now.models
-        if spec.name not in wanted and spec.model in there and not spec.shadow and spec.share_pct != 0.0
+        if spec.name not in planned and spec.model in versioned and not spec.shadow and spec.share_pct != 0.0
     }
     if not leaving:
         return None
     held = {gpulet.id: gpulet for gpulet in now.gpulets if any(r.name in leaving for r in gpulet.models)}
-    kept = {name: gpulet.only(wanted | leaving.keys()) for name, gpulet in held.items()}
-    gpulets = [kept.pop(gpulet.id, None) or gpulet for gpulet in target.gpulets]
-    gpulets += [gpulet for gpulet in kept.values() if gpulet is not None]
+    leaving_gpulets = {name: gpulet.only(planned | leaving.keys()) for name, gpulet in held.items()}
+    gpulets = [leaving_gpulets.pop(gpulet.id, None) or gpulet for gpulet in target.gpulets]
+    gpulets += [gpulet for gpulet in leaving_gpulets.values() if gpulet is not None]
     stage = target.model_copy(
         update={
             "gpus": _gpus_of_stage(now, target, gpulets),
@@ -211,10 +210,10 @@ def _gpus_of_stage(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> tuple[
     held = {gpu: (before if g.id in running else after)[gpu] for g in gpulets for gpu in g.gpus}
     on: dict[str, list[PlannedGpu]] = {}
     for gpu in (*held.values(), *target.gpus, *now.gpus):
-        there = on.setdefault(gpu.device, [])
-        if not any(gpu.id == other.id or excludes(gpu, other) for other in there):
-            there.append(gpu)
-    return tuple(gpu for there in on.values() for gpu in there)
+        of_device = on.setdefault(gpu.device, [])
+        if not any(gpu.id == other.id or excludes(gpu, other) for other in of_device):
+            of_device.append(gpu)
+    return tuple(gpu for of_device in on.values() for gpu in of_device)
 
 
 def _in_the_way(start: Gpulet, now: Plan, target: Plan) -> set[str]:
@@ -224,16 +223,16 @@ def _in_the_way(start: Gpulet, now: Plan, target: Plan) -> set[str]:
 
 
 def _beside(
-    starts: Sequence[Gpulet], now: Plan, target: Plan, there: Sequence[Gpulet], gpus: Sequence[Gpu]
+    starts: Sequence[Gpulet], now: Plan, target: Plan, present: Sequence[Gpulet], gpus: Sequence[Gpu]
 ) -> list[Gpulet]:
     """Return the new gpu-lets that fit beside what is present, first come first served."""
     overcommits = now.overcommits or target.overcommits
     by_gpu: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in gpus}
-    for gpulet in there:
+    for gpulet in present:
         for gpu_id in gpulet.gpus:
             by_gpu.setdefault(gpu_id, []).append(gpulet)
     sizes = _sizes(gpus, target)
-    running, found = {gpulet.id for gpulet in there}, []
+    running, fitting = {gpulet.id for gpulet in present}, []
     for gpulet in starts:
         blocked = any(g.id in running for gpu in _in_the_way(gpulet, now, target) for g in by_gpu.get(gpu, ()))
         if blocked or not sizes.keys() >= {*gpulet.gpus}:
@@ -241,8 +240,8 @@ def _beside(
         if all(fits([*by_gpu[gpu], gpulet], sizes[gpu], overcommits=overcommits) for gpu in gpulet.gpus):
             for gpu_id in gpulet.gpus:
                 by_gpu[gpu_id].append(gpulet)
-            found.append(gpulet)
-    return found
+            fitting.append(gpulet)
+    return fitting
 
 
 def _sizes(gpus: Sequence[Gpu], target: Plan) -> dict[str, Gpu]:
@@ -270,11 +269,11 @@ def _with_room(
     for start in starts:
         blocking = _in_the_way(start, now, target)
         blocked = [gpulet.id for gpulet in now.gpulets if not blocking.isdisjoint(gpulet.gpus)]
-        there = [g for g in now.gpulets if {*start.gpus} & {*g.gpus} and blocking.isdisjoint(g.gpus)]
-        leave = sorted((g for g in there if g.id not in stays), key=lambda g: impact.without([g.id]))
+        beside = [g for g in now.gpulets if {*start.gpus} & {*g.gpus} and blocking.isdisjoint(g.gpus)]
+        leave = sorted((g for g in beside if g.id not in stays), key=lambda g: impact.without([g.id]))
         for count in range(0 if blocked else 1, len(leave) + 1):
             gone = [*blocked, *(gpulet.id for gpulet in leave[:count])]
-            left = [g for g in there if g.id not in gone]
+            left = [g for g in beside if g.id not in gone]
             if all(
                 fits([*(g for g in left if gpu in g.gpus), start], sizes[gpu], overcommits=overcommits)
                 for gpu in start.gpus
@@ -313,5 +312,5 @@ class _Impact:
         left = tuple(gpulet for gpulet in self._plan.gpulets if gpulet.id not in gone)
         parts = self._outlooks.of(self._plan.model_copy(update={"gpulets": left}), Traffic(self._rates)).parts
         lost = sum(self._weights[name] * rate * (1.0 - parts.get(name, 0.0)) for name, rate in self._rates.items())
-        found = self._known[gone] = alone, round(lost, 3)
-        return found
+        impact = self._known[gone] = alone, round(lost, 3)
+        return impact

@@ -10,7 +10,7 @@ from typing import Any
 from tenuto.errors import Problem, one_of, raise_if_any
 from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, costs_of
-from tenuto.placement.expectation.outlook import expected_of, told
+from tenuto.placement.expectation.outlook import alike_key, expected_of
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
@@ -63,7 +63,7 @@ def complete(
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
     scene = PlacementContext(workload, cluster, sharing, task.trial)
-    tried = [told(gpulet) for gpulet in plan.gpulets] if policy.abilities.tries_plans else None
+    tried = [alike_key(gpulet) for gpulet in plan.gpulets] if policy.abilities.tries_plans else None
     plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
     if parts is not None:
         held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
@@ -102,14 +102,14 @@ def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
                 devices.setdefault(kind, {})[measured.hardware] = None
                 for package in measured.versions.keys() & _SERVED_WITH:
                     versions.setdefault((package, measured.versions[package]), {})[spec.name] = None
-    found = [
+    lines = [
         f"profiles of {kind} come from several devices: {'; '.join(of)}" for kind, of in devices.items() if len(of) > 1
     ]
     for (package, version), names in versions.items():
-        here = _installed(package)
-        if here is not None and here.partition("+")[0] != version.partition("+")[0]:
-            found.append(f"measured with {package} {version}, installed here is {here}: {', '.join(names)}")
-    return found
+        installed = _installed(package)
+        if installed is not None and installed.partition("+")[0] != version.partition("+")[0]:
+            lines.append(f"measured with {package} {version}, installed here is {installed}: {', '.join(names)}")
+    return lines
 
 
 def _installed(package: str) -> str | None:
@@ -125,7 +125,7 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
     `compute_metric` is the metric from which the policy reads a model's compute requirement; None if it reads none.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
-    found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    names_of: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for gpulet in plan.gpulets:
         kind = types.get(gpulet.gpu, "")
         for replica in gpulet.models:
@@ -136,10 +136,10 @@ def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], comput
             if compute_metric not in (None, *what) and on.profile.estimates_occupancy(str(compute_metric)):
                 what = (*what, str(compute_metric))
             if what:
-                found.setdefault((kind, what), {})[replica.name] = None
+                names_of.setdefault((kind, what), {})[replica.name] = None
     return [
         f"estimated, not measured ({kind}): {', '.join(what)} of {', '.join(names)}"
-        for (kind, what), names in found.items()
+        for (kind, what), names in names_of.items()
     ]
 
 
@@ -163,12 +163,12 @@ def usage_of(plan: Plan, cluster: Cluster) -> dict[str, Any]:
 def _with_expectation(plan: Plan, scene: PlacementContext, tried: Sequence[object] | None) -> Plan:
     """Return the plan with what it promises, and with a reason for every model that it serves below `ATTAINED`.
 
-    `tried`: the gpu-lets that the policy tried, as `told`; None if it tries nothing. The plan promises what its trial
-    served. When gpu-lets were added or merged since the trial, only a model that stayed below `ATTAINED` in the trial
-    gets that promise; the others get what the formulas give.
+    `tried`: the gpu-lets that the policy tried, by their `alike_key`; None if it tries nothing. The plan promises what
+    its trial served. When gpu-lets were added or merged since the trial, only a model that stayed below `ATTAINED` in
+    the trial gets that promise; the others get what the formulas give.
     """
     believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
-    is_as_tried = tried == [told(gpulet) for gpulet in plan.gpulets]
+    is_as_tried = tried == [alike_key(gpulet) for gpulet in plan.gpulets]
     rates = {spec.name: spec.rate_rps for spec in plan.models}
     served_rps = {
         name: rps
@@ -231,15 +231,15 @@ def _circumstances(plan: Plan, gpulets: Sequence[Gpulet]) -> str:
 
 def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
     """Return, for each model, the gpu-let where a request takes the shortest time, and that time in ms."""
-    found: dict[str, tuple[float, Gpulet]] = {}
+    fastest: dict[str, tuple[float, Gpulet]] = {}
     for gpulet in plan.gpulets:
         for program in gpulet.programs:
             if program.latency is not None:
                 takes_ms = program.latency.at(1) * program.slowdown
                 for name in program.models:
-                    if name not in found or takes_ms < found[name][0]:
-                        found[name] = takes_ms, gpulet
-    return found
+                    if name not in fastest or takes_ms < fastest[name][0]:
+                        fastest[name] = takes_ms, gpulet
+    return fastest
 
 
 def policy_used(policy: Policy) -> PolicyUsed:

@@ -108,11 +108,11 @@ def _most_rps(model: ModelProfile) -> float:
 
 def _impossible(costs: Mapping[str, Mapping[str, ModelOnGpu]], profiles: Profiles) -> dict[str, str]:
     """Return the models that no GPU of the cluster can serve, whatever a policy does, with the reasons."""
-    found = {}
+    reasons = {}
     for name, by_type in costs.items():
         fastest = min(by_type.values(), key=lambda on: on.steps()[1])
         if fastest.steps()[1] > fastest.slo_ms * (1 + 1e-9):
-            found[name] = (
+            reasons[name] = (
                 f"SLO below batch 1: a single request takes {fastest.steps()[1]:.4g} ms on a {fastest.gpu.type}, its "
                 f"SLO is {fastest.slo_ms:g} ms"
             )
@@ -121,8 +121,8 @@ def _impossible(costs: Mapping[str, Mapping[str, ModelOnGpu]], profiles: Profile
         largest = max(by_type.values(), key=lambda on: room[on.gpu.type])
         need = min((p.memory_mib for p in largest.profile.points if p.memory_mib is not None), default=0.0)
         if all((on.memory_mib(1) or 0.0) > room[kind] for kind, on in by_type.items()):
-            found[name] = (
+            reasons[name] = (
                 f"memory: it needs {need:.0f} MiB even with its smallest measured batch, and the context of its "
                 f"process leaves {room[largest.gpu.type]:.0f} MiB of a {largest.gpu.type}"
             )
-    return found
+    return reasons

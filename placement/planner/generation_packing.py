@@ -67,8 +67,8 @@ def place_generating(
     """
     left, done, by_type = tuple(specs), GeneratingPlan(), by_gpu_type(cluster)
     while left and by_type and most_gpus > 0:
-        found = [(*_on_type(left, gpus[:most_gpus], means, fewest=fewest), place) for place, gpus in enumerate(by_type)]
-        _, plan, place = max(found, key=lambda each: (each[0], -each[2]))
+        plans = [(*_on_type(left, gpus[:most_gpus], means, fewest=fewest), place) for place, gpus in enumerate(by_type)]
+        _, plan, place = max(plans, key=lambda each: (each[0], -each[2]))
         done = done.and_then(plan)
         held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         if not held:
@@ -100,7 +100,7 @@ def buy_generating(
         takes_pct = (math.ceil(spec.rate_rps / way.rate_rps - 1e-9) * way.takes_pct for way in ways)
         return prices[kind] * min(takes_pct, default=math.inf) / 100.0
 
-    found: list[tuple[tuple[int, float], list[PlacedShare]]] = []
+    choices: list[tuple[tuple[int, float], list[PlacedShare]]] = []
     for preferred in (None, *one_of_each):
         on: dict[str, list[ModelSpec]] = {kind: [] for kind in one_of_each}
         for spec in specs:
@@ -114,8 +114,8 @@ def buy_generating(
             for each in _packed(of, options[kind], 1.0, Room.bought(one_of_each[kind], MOST_ELASTIC_GPUS))
         ]
         served = {each.option.spec.name for each in laid}
-        found.append(((-len(served), sum(prices[gpu.type] for gpu in gpus_of(laid))), laid))
-    laid = min(found, key=lambda each: each[0])[1]
+        choices.append(((-len(served), sum(prices[gpu.type] for gpu in gpus_of(laid))), laid))
+    laid = min(choices, key=lambda each: each[0])[1]
     bought = {place.id: gpu for place in gpus_of(laid) if (gpu := take(place.type)) is not None}
     laid = [PlacedShare(each.option, tuple(bought[place.id] for place in each.gpus)) for each in laid]
     held = {each.option.spec.name for each in laid}
@@ -154,7 +154,7 @@ class Room:
         kind = spec.spread or "gpu"
         return math.inf if self._is_endless else len({domain_of(g, kind) for g in self.gpus if may_lie(spec, g)})
 
-    def laid(self, wanted: Sequence[ShareCapacity]) -> list[PlacedShare]:
+    def laid(self, options: Sequence[ShareCapacity]) -> list[PlacedShare]:
         """Return where gpu-lets lie: each on the first GPUs of a node that have its share left and not its model; none
         where they do not all fit. A model that is spread goes to the node or rack that has fewest of it."""
         left = {gpu.id: 100.0 for gpu in self.gpus}
@@ -162,18 +162,19 @@ class Room:
         by_node: dict[str, list[Gpu]] = {}
         for gpu in self.gpus:
             by_node.setdefault(node_of(gpu.id), []).append(gpu)
-        found: list[PlacedShare] = []
-        for option in wanted:
+        placed: list[PlacedShare] = []
+        for option in options:
             spec, held = option.spec, on.setdefault(option.spec.name, set())
             nodes = list(by_node.values())
             if spec.spread in ("node", "rack") or spec.survive is not None:
                 kind = spec.spread or "gpu"
-                crowd = Counter(domain_of(gpu, kind) for each in found if each.option.spec is spec for gpu in each.gpus)
-                nodes.sort(key=lambda there: min(crowd[domain_of(gpu, kind)] for gpu in there))
-            for there in nodes:
+                own = (each for each in placed if each.option.spec is spec)
+                crowd = Counter(domain_of(gpu, kind) for each in own for gpu in each.gpus)
+                nodes.sort(key=lambda node: min(crowd[domain_of(gpu, kind)] for gpu in node))
+            for node in nodes:
                 able = [
                     gpu
-                    for gpu in there
+                    for gpu in node
                     if left[gpu.id] >= option.share_pct - 1e-9 and gpu.id not in held and self.allows(spec, gpu)
                 ][: option.together]
                 if len(able) == option.together:
@@ -183,8 +184,8 @@ class Room:
             for gpu in able:
                 left[gpu.id] -= option.share_pct
                 held.add(gpu.id)
-            found.append(PlacedShare(option, tuple(able)))
-        return found
+            placed.append(PlacedShare(option, tuple(able)))
+        return placed
 
 
 def gpus_of(laid: Sequence[PlacedShare]) -> list[Gpu]:
@@ -213,12 +214,12 @@ def _on_type(
     if not able:
         return 0.0, GeneratingPlan(reasons=reasons)
     laid = _packed(able, options, low, room)
-    if found := _packed(able, options, high, room):
-        low, laid = high, found
+    if more := _packed(able, options, high, room):
+        low, laid = high, more
     while high / low > _CLOSE:
         times = math.sqrt(low * high)
-        if found := _packed(able, options, times, room):
-            low, laid = times, found
+        if more := _packed(able, options, times, room):
+            low, laid = times, more
         else:
             high = times
     if not fewest:
@@ -259,7 +260,7 @@ def _packed(specs: Sequence[ModelSpec], options: Options, times: float, room: Ro
 
     best: list[PlacedShare] = []
     for rank in (least_share, fewest_gpus):
-        wanted: list[ShareCapacity] = []
+        chosen: list[ShareCapacity] = []
         for spec in specs:
             ways = []
             for option in options[spec.name]:
@@ -269,10 +270,10 @@ def _packed(specs: Sequence[ModelSpec], options: Options, times: float, room: Ro
             if not ways:
                 return []
             gpulets, option = min(ways, key=lambda way: rank(*way))
-            wanted += [option] * gpulets
-        found = room.laid(sorted(wanted, key=lambda each: (-each.together, -each.share_pct, each.spec.name)))
-        if found and (not best or len(gpus_of(found)) < len(gpus_of(best))):
-            best = found
+            chosen += [option] * gpulets
+        placed = room.laid(sorted(chosen, key=lambda each: (-each.together, -each.share_pct, each.spec.name)))
+        if placed and (not best or len(gpus_of(placed)) < len(gpus_of(best))):
+            best = placed
     return best
 
 

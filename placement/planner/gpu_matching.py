@@ -12,16 +12,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from tenuto.errors import refused
-from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.placement_constraints import may_lie, prefers
-from tenuto.placement.plan import GpuletProcess, PlannedGpu
+from tenuto.placement.plan import GpuletProcess, Plan, PlannedGpu
 from tenuto.placement.planner.change_stages import fits, needed_mib
 from tenuto.placement.planner.fault_tolerance import SLIGHT, with_losses
 from tenuto.placement.policies.shared.hosting import free_gpulet_id
+from tenuto.placement.program import Gpulet
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
 PREFERRED = 1e-6  # derived: less than any model that stays loaded: a preference only breaks ties
@@ -52,6 +51,8 @@ def match_to_running(
     Raises:
         InvalidInputError: the plan uses more GPUs of a type than exist.
     """
+    from scipy.optimize import linear_sum_assignment
+
     before = running.by_gpu() if running is not None else {}
     then = running.processes() if running is not None else {}
 
@@ -62,66 +63,66 @@ def match_to_running(
 
     def may_or_likes(name: str, gpu: Gpu) -> float:
         """Return what laying a planned GPU's gpu-lets on this GPU is worth, apart from models that stay loaded."""
-        held = [specs[model] for model in _models(wanted[name]) & specs.keys()]
+        held = [specs[model] for model in _models(planned[name]) & specs.keys()]
         wrong = (in_place and gpu.id != name) or not all(may_lie(spec, gpu) for spec in held)
         return PREFERRED * sum(prefers(spec, gpu) for spec in held) - FORBIDDEN * wrong
 
     says_where = in_place or any(spec.only_on or spec.keep_off or spec.prefer for spec in plan.models)
-    wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
+    planned = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     taken = {*reserved, *(gpulet.id for gpulet in (running.gpulets if running is not None else ()))}
     gpulets: list[Gpulet] = []
     used: dict[str, PlannedGpu] = {}
     in_place = in_place or any(gpulet.also_on for gpulet in plan.gpulets)  # GPUs of one node stay together
     now_on: dict[str, str] = {}  # by planned GPU the real one
-    for gpu_type in dict.fromkeys(types[gpu] for gpu in wanted):
-        new = [gpu for gpu in wanted if types[gpu] == gpu_type]
-        there = [gpu for gpu in gpus if gpu.type == gpu_type]
-        if len(new) > len(there):
-            rule = f"the plan has {len(new)} GPUs of type {gpu_type}, the cluster {len(there)}"
+    for gpu_type in dict.fromkeys(types[gpu] for gpu in planned):
+        new = [gpu for gpu in planned if types[gpu] == gpu_type]
+        present = [gpu for gpu in gpus if gpu.type == gpu_type]
+        if len(new) > len(present):
+            rule = f"the plan has {len(new)} GPUs of type {gpu_type}, the cluster {len(present)}"
             raise refused("gpus", len(new), rule, "Plan on the GPUs that are there.")
-        held = [before.get(gpu.id, []) for gpu in there]
-        values = _values_beside([wanted[name] for name in new], held, [gpu.memory_mib for gpu in there])
+        held = [before.get(gpu.id, []) for gpu in present]
+        values = _values_beside([planned[name] for name in new], held, [gpu.memory_mib for gpu in present])
         lies_on: dict[str, list[int]] = defaultdict(list)
         for column, gpulets_there in enumerate(held):
             for model in _models(gpulets_there):
                 lies_on[model].append(column)
         for row, name in enumerate(new):
-            for column in {column for model in _models(wanted[name]) for column in lies_on[model]}:
-                kept = pairs(wanted[name], there[column])
-                values[row, column] = _value(wanted[name], held[column], there[column], kept)
+            for column in {column for model in _models(planned[name]) for column in lies_on[model]}:
+                going_on = pairs(planned[name], present[column])
+                values[row, column] = _value(planned[name], held[column], present[column], going_on)
         if says_where:
-            values += [[may_or_likes(name, gpu) for gpu in there] for name in new]
+            values += [[may_or_likes(name, gpu) for gpu in present] for name in new]
         for row, column in zip(*linear_sum_assignment(values, maximize=True), strict=True):
-            gpu = there[column]
+            gpu = present[column]
             used[gpu.id], now_on[new[row]] = PlannedGpu.of(gpu), gpu.id
-            own = [gpulet for gpulet in wanted[new[row]] if gpulet.gpu == new[row]]
+            own = [gpulet for gpulet in planned[new[row]] if gpulet.gpu == new[row]]
             gpulets += _named(own, gpu.id, pairs(own, gpu), taken)
     gpulets = [g.model_copy(update={"also_on": tuple(now_on[gpu] for gpu in g.also_on)}) for g in gpulets]
     if keep_idle:
         used |= {gpu.id: PlannedGpu.of(gpu) for gpu in gpus if gpu.id not in used}
     order = {gpu.id: place for place, gpu in enumerate(gpus)}
-    found = plan.model_copy(
+    matched = plan.model_copy(
         update={
             "gpus": tuple(sorted(used.values(), key=lambda gpu: order[gpu.id])),
             "gpulets": tuple(sorted(gpulets, key=lambda gpulet: (order[gpulet.gpu], gpulet.id))),
         }
     )
-    found = with_losses(found)  # places have other names now
+    matched = with_losses(matched)  # places have other names now
     if not in_place and any(spec.spread in ("node", "rack") for spec in plan.models):
-        most, less = _left(with_losses(plan)), _left(found)
+        most, less = _left(with_losses(plan)), _left(matched)
         if any(less[name] < part - SLIGHT * specs[name].rate_rps for name, part in most.items()):
             return match_to_running(plan, running, gpus, keep_idle=keep_idle, reserved=reserved, in_place=True)
-    return found
+    return matched
 
 
 def _left(plan: Plan) -> dict[str, float]:
     """Return the rate left after the worst loss, in requests per second, for each model with `spread` or `survive`."""
-    found: dict[str, float] = {}
+    left_rps: dict[str, float] = {}
     for loss in plan.expected.losses:
         for name, rate in loss.goodput_rps.items():
-            found[name] = min(rate, found.get(name, rate))
-    return found
+            left_rps[name] = min(rate, left_rps.get(name, rate))
+    return left_rps
 
 
 def renamed(plan: Plan, running: Plan) -> Plan:
@@ -129,12 +130,12 @@ def renamed(plan: Plan, running: Plan) -> Plan:
     its id. So it can start beside that process."""
     then, now = running.processes(), plan.processes()
     taken = {gpulet.id for gpulet in (*running.gpulets, *plan.gpulets)}
-    found = []
+    gpulets = []
     for gpulet in plan.gpulets:
         if then.get(gpulet.id, now[gpulet.id]) != now[gpulet.id]:
             gpulet = gpulet.model_copy(update={"id": fresh_id(gpulet.gpu, taken)})
-        found.append(gpulet)
-    return plan.model_copy(update={"gpulets": tuple(found)})
+        gpulets.append(gpulet)
+    return plan.model_copy(update={"gpulets": tuple(gpulets)})
 
 
 def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
@@ -191,7 +192,7 @@ def _pairs(
 ) -> _Pairs:
     """Return (value, new, id of the old) for every gpu-let whose process goes on, greedily by value. The value counts
     its models, twice when the process holds no others, and a little more when nothing changes."""
-    found = []
+    possible = []
     for i, (after, process) in enumerate(new):
         models = {replica.name for replica in after.models}
         for j, before in enumerate(old):
@@ -199,9 +200,9 @@ def _pairs(
             if process == then[before.id] and models & same:
                 # Derived: below 1, so that it decides between equals.
                 more = (models == same) * 1.0 + (after.models == before.models) * 0.1
-                found.append((len(models & same) * (1.0 + more), i, j))
+                possible.append((len(models & same) * (1.0 + more), i, j))
     chosen: list[tuple[float, int, int]] = []
-    for value, i, j in sorted(found, key=lambda pair: (-pair[0], pair[1], pair[2])):
+    for value, i, j in sorted(possible, key=lambda pair: (-pair[0], pair[1], pair[2])):
         if all(i != other and j != another for _, other, another in chosen):
             chosen.append((value, i, j))
     return [(value, i, old[j].id) for value, i, j in chosen]
@@ -210,8 +211,8 @@ def _pairs(
 def _named(new: Sequence[Gpulet], gpu_id: str, pairs: _Pairs, taken: set[str]) -> list[Gpulet]:
     """Return the gpu-lets of a GPU with their ids; add new ids to `taken`."""
     ids = {i: name for _, i, name in pairs}
-    found = []
+    named = []
     for index, gpulet in enumerate(new):
         name = ids.get(index) or fresh_id(gpu_id, taken)
-        found.append(gpulet.model_copy(update={"id": name, "gpu": gpu_id}))
-    return found
+        named.append(gpulet.model_copy(update={"id": name, "gpu": gpu_id}))
+    return named

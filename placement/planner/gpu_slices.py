@@ -82,7 +82,7 @@ class Mix:
     slices: tuple[Slice, ...]
 
     @property
-    def told(self) -> object:
+    def key(self) -> object:
         """What tells it from others."""
         lies = tuple((gpu.id, tuple((o.spec.name, o.share_pct, o.kv_tokens) for o in unit)) for gpu, unit in self.units)
         return lies, tuple((each.gpu.id, each.kind) for each in self.slices)

@@ -11,7 +11,7 @@ from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import costs_of
-from tenuto.placement.expectation.outlook import expected_of, told
+from tenuto.placement.expectation.outlook import alike_key, expected_of
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.generation_capacity import (
     Costs,
@@ -160,7 +160,7 @@ class _MixedWorkload:
                 elsewhere = [gpu for gpu in left.gpus if gpu not in gpus]
                 mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self._means)
                 if mixing.is_possible and _worst_served(plan)[0] < ATTAINED:
-                    plan = max(plan, *self._mixes(stays, mixing, left, cluster, costs), key=_worst_served)
+                    plan = max([plan, *self._mixes(stays, mixing, left, cluster, costs)], key=_worst_served)
         return plan
 
     def _mixes(
@@ -176,15 +176,15 @@ class _MixedWorkload:
             mix = mixing.best(weigh)
             if mix is None or self.task.policy.watch.is_stopped():
                 return
-            if mix.told not in tried:
+            if mix.key not in tried:
                 sliced = SlicedCluster(left, mix, self.others, costs, self.task.profiles)
                 if not sliced.cluster.gpus:
                     return  # no layout leaves the others room in which they are in time
                 plan = _plan_of_others(PlanTask(policy, sliced.workload, sliced.cluster, sliced.profiles))
                 both = stays.and_then(mixing.plan(mix))
-                tried[mix.told] = self._joined(both, sliced.in_place(plan, cluster), cluster)
-            yield tried[mix.told]
-            part, behind = min(_parts_served(tried[mix.told]))
+                tried[mix.key] = self._joined(both, sliced.in_place(plan, cluster), cluster)
+            yield tried[mix.key]
+            part, behind = min(_parts_served(tried[mix.key]))
             if part >= 1.0:
                 return
             if self.task.workload[behind].generates is None:
@@ -359,14 +359,14 @@ def _arranged(plan: Plan, scene: PlacementContext) -> Plan:
 def _held(plan: Plan) -> dict[str, object]:
     """Return what decides how much each model that generates carries, and by the empty name what decides it for all
     others."""
-    found: dict[str, list[object]] = {"": []}
+    decisive: dict[str, list[object]] = {"": []}
     for gpulets in plan.by_gpu().values():
-        others = [told(gpulet) for gpulet in gpulets if gpulet.models[0].steps is None]
-        found[""] += [others] if others else []
+        others = [alike_key(gpulet) for gpulet in gpulets if gpulet.models[0].steps is None]
+        decisive[""] += [others] if others else []
     for gpulet in plan.gpulets:
         if gpulet.models[0].steps is not None:
-            found.setdefault(gpulet.models[0].name, []).append(told(gpulet))
-    return {name: sorted(map(repr, each)) for name, each in found.items()}
+            decisive.setdefault(gpulet.models[0].name, []).append(alike_key(gpulet))
+    return {name: sorted(map(repr, each)) for name, each in decisive.items()}
 
 
 def _with_assumptions(plan: Plan, profiles: Profiles) -> Plan:

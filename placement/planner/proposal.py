@@ -24,14 +24,14 @@ from tenuto.profiles import Profiles
 class Proposal:
     """The best candidate, how it was made and what it is worth. `plan` None: there is none, as `worth` says.
 
-    `wanted` is how many GPUs of each type would carry everything; None: the policy could not tell. `standby` are idle
-    processes for the plan that then runs.
+    `needed_gpus` is how many GPUs of each type would carry everything; None: the policy could not tell. `standby` are
+    idle processes for the plan that then runs.
     """
 
     plan: Plan | None
     how: str
     worth: ChangeWorth
-    wanted: Mapping[str, int] | None = None
+    needed_gpus: Mapping[str, int] | None = None
     standby: tuple[Standby, ...] = ()
 
 
@@ -70,7 +70,7 @@ def _best(task: PlanTask) -> Proposal:
     plans = candidates.all()
     if not plans:
         why = "; ".join(candidates.faults) or "no other plan was found"
-        return Proposal(None, "", ChangeWorth(False, why), candidates.wanted)
+        return Proposal(None, "", ChangeWorth(False, why), candidates.needed_gpus)
     judge = _WorthOfChange(candidates)
     _, best = min(map(judge.judged, plans), key=itemgetter(0))
     if best.worth.pays and best.plan is not None:
@@ -80,7 +80,7 @@ def _best(task: PlanTask) -> Proposal:
         if plan.gpulets:
             plan = candidates.with_promises(candidates.made_for_traffic(plan))
             best = Proposal(plan, "kept", ChangeWorth(True, why))
-    return replace(best, wanted=candidates.wanted)
+    return replace(best, needed_gpus=candidates.needed_gpus)
 
 
 class _WorthOfChange:

@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.placement_constraints import is_at
-from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.plan_edits import on_gpus
 from tenuto.placement.planner.batch_growth import with_latency
 from tenuto.placement.planner.change_stages import fits, needed_mib
 from tenuto.placement.planner.gpu_matching import fresh_id
+from tenuto.placement.program import Gpulet
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
@@ -55,7 +55,7 @@ def standbys(
     """
     known = {gpu.id: gpu for gpu in gpus}
     taken = {gpulet.id for gpulet in (*plan.gpulets, *running.gpulets)}
-    found: list[Standby] = []
+    waiting: list[Standby] = []
     for gpu_id, gpulets in plan.by_gpu().items():
         gpu = known.get(gpu_id)
         if gpu is None:
@@ -67,8 +67,8 @@ def standbys(
             if larger is None or needed_mib(larger) > free_mib + 1e-6:
                 continue
             free_mib -= needed_mib(larger)
-            found.append(Standby(gpulet.id, larger.model_copy(update={"id": fresh_id(gpu_id, taken)})))
-    return tuple(found)
+            waiting.append(Standby(gpulet.id, larger.model_copy(update={"id": fresh_id(gpu_id, taken)})))
+    return tuple(waiting)
 
 
 def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[Standby, ...]:
@@ -78,7 +78,7 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
     free_mib = {gpu.id: gpu.memory_mib for gpu in [gpu for gpu in gpus if gpu.id not in used][:count]}
     types = {gpu.id: gpu.type for gpu in gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
     taken: set[str] = set()
-    found = []
+    copies = []
     for gpulet in (each for each in plan.gpulets if not each.also_on):
         room = [
             name
@@ -88,24 +88,24 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
         if room:
             free_mib[room[0]] -= needed_mib(gpulet)
             twin = gpulet.model_copy(update={"id": fresh_id(room[0], taken), "gpu": room[0]})
-            found.append(Standby(gpulet.id, twin, is_twin=True))
-    return tuple(found)
+            copies.append(Standby(gpulet.id, twin, is_twin=True))
+    return tuple(copies)
 
 
 def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -> tuple[Standby, ...]:
     """Return the standby processes that can wait beside another plan: it keeps their gpu-let, has the memory free, and
     their GPU is present and not drained."""
-    kept = {gpulet.id for gpulet in plan.gpulets}
+    planned = {gpulet.id for gpulet in plan.gpulets}
     usable = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
     free_mib = {gpu.id: gpu.memory_mib - sum(map(needed_mib, plan.on_gpu(gpu.id))) for gpu in usable}
-    found = []
+    fitting = []
     for standby in waiting:
         gpulet = standby.gpulet
         left_mib = free_mib.get(gpulet.gpu, -1.0) - needed_mib(gpulet)
-        if standby.of in kept and gpulet.id not in kept and left_mib >= -1e-6:
+        if standby.of in planned and gpulet.id not in planned and left_mib >= -1e-6:
             free_mib[gpulet.gpu] = left_mib
-            found.append(standby)
-    return tuple(found)
+            fitting.append(standby)
+    return tuple(fitting)
 
 
 def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu_type: str) -> Gpulet | None:
@@ -136,7 +136,7 @@ def taken_over(
 ) -> Plan | None:
     """Return the running plan on the present GPUs with ready standby processes in use for models that are short. Take
     the first way that carries everything, else the one that eases most; None when none eases anything."""
-    here = on_gpus(plan, gpus)
+    running = on_gpus(plan, gpus)
     hosts = {gpulet.id for gpulet in plan.gpulets if any(replica.name in short for replica in gpulet.models)}
     able = [standby for standby in waiting if standby.gpulet.id in ready and standby.of in hosts]
     outlooks = Outlooks(slowdowns)
@@ -144,16 +144,16 @@ def taken_over(
     def judged(target: Plan) -> tuple[float, float]:
         """Return a plan's requests per second in time for the models that are short, and its load."""
         outlook = outlooks.of(target, traffic)
-        kept = sum(outlook.parts.get(name, 0.0) * traffic.mean_rps.get(name, 0.0) for name in short)
-        return kept, outlook.load
+        in_time_rps = sum(outlook.parts.get(name, 0.0) * traffic.mean_rps.get(name, 0.0) for name in short)
+        return in_time_rps, outlook.load
 
-    kept, load = judged(here)
+    in_time_rps, load = judged(running)
     best: tuple[float, float, Plan] | None = None
-    for target in _ways(here, able, gpus):
-        kept_after, load_after = judged(target)
-        eases = kept_after > 1.001 * kept or load_after < load - 1e-3  # derived: above the noise of promises
-        if eases and (best is None or (-kept_after, load_after) < best[:2]):
-            best = -kept_after, load_after, target
+    for target in _ways(running, able, gpus):
+        in_time_after, load_after = judged(target)
+        eases = in_time_after > 1.001 * in_time_rps or load_after < load - 1e-3  # derived: above the noise of promises
+        if eases and (best is None or (-in_time_after, load_after) < best[:2]):
+            best = -in_time_after, load_after, target
     return None if best is None else best[2]
 
 
@@ -165,11 +165,11 @@ def _ways(plan: Plan, able: Sequence[Standby], gpus: Sequence[Gpu]) -> Iterator[
     joining: dict[str, list[Gpulet]] = {}
     for standby in able:
         gpulet = standby.gpulet
-        there = joining.setdefault(gpulet.gpu, list(plan.on_gpu(gpulet.gpu)))
-        if standby.is_twin and gpulet.gpu in sizes and fits([*there, gpulet], sizes[gpulet.gpu]):
-            there.append(gpulet)
+        on_gpu = joining.setdefault(gpulet.gpu, list(plan.on_gpu(gpulet.gpu)))
+        if standby.is_twin and gpulet.gpu in sizes and fits([*on_gpu, gpulet], sizes[gpulet.gpu]):
+            on_gpu.append(gpulet)
     known = {gpulet.id for gpulet in plan.gpulets}
-    twins = [gpulet for there in joining.values() for gpulet in there if gpulet.id not in known]
+    twins = [gpulet for on_gpu in joining.values() for gpulet in on_gpu if gpulet.id not in known]
     for others, more in ((instead, []), ({}, twins), (instead, twins)):
         if others or more:
             yield plan.model_copy(

@@ -44,7 +44,8 @@ def go_without(
 ) -> bool:
     """Make and deploy a plan that leaves some places empty. Print what moves; ask first if models lose requests."""
     from tenuto.deployments.control.settings import ControlSettings
-    from tenuto.placement.planner.minimal_change import less_by, plan_without_places
+    from tenuto.placement.planner import plan_without_places
+    from tenuto.placement.planner.minimal_change import less_by
 
     profiles, gpus = running.ground()
     if profile_names or not list(profiles):

@@ -28,10 +28,9 @@ from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
 from tenuto.placement.placement_constraints import bearable, is_at, place_problems
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan_edits import drained, with_the_rest
+from tenuto.placement.planner import PlanTask, enough_for_all, make_plan, plan_on_fewest
 from tenuto.placement.planner.fault_tolerance import preferences_missed
 from tenuto.placement.planner.fixed_cost import check_inputs
-from tenuto.placement.planner.solve import enough_for_all, make_plan, plan_on_fewest
-from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.placement.shown.table import (
     PlanRow,
@@ -181,7 +180,7 @@ def command(
     with planning_watched(task.policy):
         plan = planned(task)
     if old is not None:
-        from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
+        from tenuto.placement.planner import plan_with_fewest_changes
 
         plan = plan_with_fewest_changes(old, plan, task, at_most=at_most)
     if without:

@@ -15,10 +15,10 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
 from tenuto.placement.plan import Expected
+from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
 from tenuto.placement.planner.completion import check_plan, complete
 from tenuto.placement.planner.fault_tolerance import SLIGHT
-from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
-from tenuto.placement.planner.task import PlanTask
+from tenuto.placement.planner.minimal_change import changes_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -9,7 +9,7 @@ from tenuto.placement import Gpulet, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
-from tenuto.placement.planner.task import ChangeTerms, Durations, PlanRequest, RunningPlan
+from tenuto.placement.planner import ChangeTerms, Durations, PlanRequest, RunningPlan
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, LinearLatency
 

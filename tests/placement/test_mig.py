@@ -14,9 +14,9 @@ from tenuto.placement import Cluster, Gpulet, Plan, Policy, PolicyUsed, Replica,
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.placement_constraints import domain_of, is_at
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner import Durations
 from tenuto.placement.planner.change_stages import CUTTING_S, next_stage, stages
 from tenuto.placement.planner.gpu_matching import renamed
-from tenuto.placement.planner.task import Durations
 from tenuto.placement.shown.picture import draw
 from tenuto.placement.shown.table import totals_of
 from tenuto.placement.workload import ModelSpec

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tenuto.placement import Cluster, Gpulet, Plan, PolicyUsed, Replica, Workload, load_policy
 from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.planner import PlanTask
 from tenuto.placement.planner.completion import check_plan, complete
-from tenuto.placement.planner.task import PlanTask
 from tenuto.profiles import Profiles
 
 

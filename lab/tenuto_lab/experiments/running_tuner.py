@@ -25,8 +25,8 @@ from tenuto.outcome import Outcome
 from tenuto.pages import templates
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
+from tenuto.placement.planner import PlanTask
 from tenuto.placement.planner.completion import complete
-from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped

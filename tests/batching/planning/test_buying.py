@@ -9,8 +9,7 @@ import pytest
 from tenuto.batching.planning.choosing import Chooser, ChoosingOptions
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Workload, load_policy, solve
-from tenuto.placement.planner.solve import plan_on_fewest
-from tenuto.placement.planner.task import PlanTask
+from tenuto.placement.planner import PlanTask, plan_on_fewest
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -12,8 +12,8 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.planner import Proposal, propose
 from tenuto.placement.planner.change_cost import ChangeWorth
-from tenuto.placement.planner.proposal import Proposal, propose
 from tenuto.profiles import Profiles
 
 __all__ = ["Desk", "PlanningDesk"]

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from tenuto.placement import Workload
+from tenuto.placement.planner import Proposal
 from tenuto.placement.planner.change_cost import ChangeWorth
-from tenuto.placement.planner.proposal import Proposal
 from tenuto.placement.planner.standby import Standby, twins
 from tests.deployments.control.desk import Desk, PlanningDesk, pays
 from tests.instruments.plans import gpu, make_plan

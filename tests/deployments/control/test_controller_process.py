@@ -19,8 +19,8 @@ from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.placement.planner import Proposal
 from tenuto.placement.planner.gpu_matching import gpus_of
-from tenuto.placement.planner.proposal import Proposal
 from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.asking import until

@@ -17,9 +17,9 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import expected_of
 from tenuto.placement.placement_constraints import is_at
+from tenuto.placement.planner import plan_without_places, propose
 from tenuto.placement.planner.gpu_matching import gpus_of
-from tenuto.placement.planner.minimal_change import changes_of, less_by, plan_without_places
-from tenuto.placement.planner.proposal import propose
+from tenuto.placement.planner.minimal_change import changes_of, less_by
 from tenuto.placement.planner.standby import still_fitting, twins
 from tenuto.profiles import Profiles
 from tests.deployments.control.desk import Desk

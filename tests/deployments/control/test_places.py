@@ -14,9 +14,9 @@ from tenuto.loadgen.controlled import ControlledSimulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
 from tenuto.placement.placement_constraints import bearable, may_lie
+from tenuto.placement.planner import Proposal, propose
 from tenuto.placement.planner.fault_tolerance import unmet
 from tenuto.placement.planner.gpu_matching import match_to_running
-from tenuto.placement.planner.proposal import Proposal, propose
 from tenuto.profiles import Profiles
 from tests.instruments.plans import request
 

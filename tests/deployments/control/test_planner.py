@@ -12,8 +12,7 @@ import pytest
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.mps.processes import Processes
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.planner.proposal import Proposal
-from tenuto.placement.planner.task import PlanRequest
+from tenuto.placement.planner import PlanRequest, Proposal
 from tenuto.profiles import Profiles
 from tests.instruments.plans import gpu, make_plan, request
 

@@ -200,7 +200,7 @@ def test_load_is_the_time_that_gpulets_need_for_all_requests() -> None:
 
 def test_who_has_no_gpulet_has_nothing_in_time() -> None:
     plan = make_plan({"n0/0/a": (100.0, ["a"])}, models=["b"])
-    kept = Outlooks().kept(plan, Traffic({"a": 1.0, "b": 1.0, "stranger": 1.0, "idle": 0.0}), 0.99)
+    kept = Outlooks().attained_parts(plan, Traffic({"a": 1.0, "b": 1.0, "stranger": 1.0, "idle": 0.0}), 0.99)
     assert kept == {"a": 1.0, "b": 0.0, "stranger": 0.0}
 
 

@@ -13,10 +13,9 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, so
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.planner import PlanRequest, PlanTask, RunningPlan, propose
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import CUTTING_S
-from tenuto.placement.planner.proposal import propose
-from tenuto.placement.planner.task import PlanRequest, PlanTask, RunningPlan
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.generating import PROFILES, ByForm, cluster, writes

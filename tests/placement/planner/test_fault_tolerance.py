@@ -15,9 +15,10 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import node_of
-from tenuto.placement.placement_constraints import domain_of, may_lie, prefers, without
+from tenuto.placement.placement_constraints import domain_of, prefers, without
 from tenuto.placement.planner.fault_tolerance import preferences_missed, with_losses
 from tenuto.profiles import Profiles
+from tests.instruments.obeyed import assert_obeys
 
 FAST, SLOW = {"alpha_ms": 0.5, "beta_ms": 3.0}, {"alpha_ms": 2.0, "beta_ms": 10.0}
 POLICIES = ("symphony", "gpulet")
@@ -55,23 +56,7 @@ models = st.fixed_dictionaries(
 
 @given(st.lists(models, min_size=1, max_size=4), st.sampled_from(POLICIES))
 def test_every_plan_obeys_and_says_what_each_loss_leaves(entries: list[dict[str, Any]], policy: str) -> None:
-    asked = workload(*entries)
-    plan = planned(asked, cluster(), policy)
-    gpus = {gpu.id: gpu for gpu in plan.gpus}
-    for gpulet in plan.gpulets:
-        for replica in gpulet.models:
-            assert may_lie(asked[replica.name], gpus[gpulet.gpu])
-    said = {loss.domain: loss.goodput_rps for loss in plan.expected.losses}
-    for spec in plan.models:
-        if spec.survive is None or spec.name not in plan.expected.models:
-            continue
-        kind = spec.spread or "gpu"
-        hosts = {domain_of(gpus[gpulet.gpu], kind) for gpulet in plan.hosts_of(spec.name)}
-        left = [said[f"{kind} {domain}"][spec.name] for domain in hosts]
-        promised = plan.expected.models[spec.name].goodput_rps
-        if spec.name not in plan.unserved_reasons:
-            assert len(hosts) > 1
-            assert min(left) >= 0.989 * spec.survive * promised
+    assert_obeys(planned(workload(*entries), cluster(), policy))
 
 
 def _preferred(plan: Plan, lies_on: Mapping[str, str]) -> float:

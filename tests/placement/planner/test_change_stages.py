@@ -1,4 +1,4 @@
-"""From one plan to another: how a new one is laid on what runs, the stages between, the gain."""
+"""From one plan to another: how a new one is laid on what runs, and the stages between."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
-from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent
+from tenuto.placement.planner import Durations
+from tenuto.placement.planner.change_cost import Rent
 from tenuto.placement.planner.change_stages import fits, needed_mib, next_stage, not_ready, stages
 from tenuto.placement.planner.gpu_matching import match_to_running
-from tenuto.placement.planner.task import Durations
 from tests.instruments.plans import gpu, make_plan
-from tests.instruments.plans import running as running_plan
 
 DURATIONS = Durations(start_s=12.0, load_s=4.0)
 BY_SHARE = Rent(by_gpu=False, price={})
@@ -178,52 +176,10 @@ def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None
     assert now.to_data() == target.to_data()
 
 
-# --- worth --------------------------------------------------------------------------------------------------------
-
-
-def weigh(running: Plan, target: Plan, traffic: Traffic, gpus: int = 4, horizon_s: float = 300.0) -> ChangeWorth:
-    laid = match_to_running(target, running, GPUS[:gpus], keep_idle=True)
-    runs = running_plan(running, traffic, durations=DURATIONS, horizon_s=horizon_s)
-    return ChangeScale(runs, GPUS[:gpus], BY_SHARE).weigh(laid)
-
-
-ONE, BOTH = {"n0/0/a": (100.0, ["a"])}, {"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}
-
-
-def test_more_gpus_pay_when_requests_are_lost_and_fewer_when_none_would_be() -> None:
-    few, many = Traffic({"a": 100.0}), Traffic({"a": 1000.0})
-    more = weigh(make_plan(ONE), make_plan(BOTH), many)
-    assert more.pays
-    assert more.gained_requests > 0 == more.lost_requests
-    assert not weigh(make_plan(ONE), make_plan(BOTH), few).pays
-    less = weigh(make_plan(BOTH), make_plan(ONE), few)
-    assert less.pays
-    assert less.saved_rent == pytest.approx(300.0)
-    assert not weigh(make_plan(BOTH), make_plan(ONE), many).pays
-
-
-def test_a_change_that_loses_more_than_it_gains_does_not_pay() -> None:
-    # The only GPU has to be empty before the new, slightly better gpu-let can start on it.
-    traffic = Traffic({"a": 700.0})
-    running, target = make_plan({"n0/0/a": (90.0, ["a"])}), make_plan({"n0/0/b": (100.0, ["a"])})
-    assert not weigh(running, target, traffic, gpus=1, horizon_s=100.0).pays
-    assert weigh(running, target, traffic, gpus=2, horizon_s=100.0).pays
-    assert weigh(running, target, traffic, gpus=1, horizon_s=1000.0).pays
-
-
-def test_saving_never_costs_a_request() -> None:
-    traffic = Traffic({"a": 200.0})
-    running, target = make_plan({"n0/0/a": (100.0, ["a"])}), make_plan({"n0/0/b": (50.0, ["a"])})
-    assert not weigh(running, target, traffic, gpus=1).pays
-    assert weigh(running, target, traffic, gpus=2).pays
-
-
-def test_what_random_arrivals_cost_counts_where_it_is_more_than_may_be_lost() -> None:
-    # At an SLO of 26 ms one GPU has the time for 600 r/s on average, and for 98 % of them when they come at random.
-    traffic = Traffic({"a": 600.0})
-    running, target = make_plan(BOTH, slo_ms=26.0), make_plan(ONE, slo_ms=26.0)
-    held = weigh(running, target, traffic)
-    assert not held.pays
-    assert "the running one 600" in held.why
-    assert weigh(target, running, traffic).pays
-    assert weigh(running, target, Traffic({"a": 400.0})).pays
+def test_the_stages_make_before_they_break_and_end_at_the_target() -> None:
+    one, two = make_plan({"n0/0/a": (100.0, ["a"])}), make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])})
+    way = stages(one, two, GPUS, {"a": 900.0})
+    assert {gpulet.id for gpulet in way[0].plan.gpulets} == {"n0/0/a", "n0/1/a"}
+    assert (way[0].ready, way[0].lasts_s(DURATIONS)) == ({"n0/0/a"}, DURATIONS.start_s)
+    assert {gpulet.id for gpulet in way[-1].plan.gpulets} == {gpulet.id for gpulet in two.gpulets}
+    assert stages(one, one, GPUS, {"a": 900.0}) == []
