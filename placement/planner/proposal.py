@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
+from tenuto.errors import InvalidInputError
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan
@@ -37,11 +38,7 @@ class Proposal:
 
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     """Return the best candidate, and the standby processes for the plan that then runs. Nothing is planned onto drained
-    places, and what still runs there has to go.
-
-    Raises:
-        InvalidInputError: there is no such policy.
-    """
+    places, and what still runs there has to go. Where the policy cannot be had, there is no candidate."""
     running, places = request.running.plan, request.running.plan.drained
     aside: list[Gpu] = []
     if places:
@@ -49,10 +46,13 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
         gpus = tuple(gpu for gpu in request.gpus if gpu not in aside)
         running = on_gpus(running, gpus)
         request = replace(request, gpus=gpus, running=replace(request.running, plan=running))
-    if request.only_standby:
-        proposal = Proposal(None, "", ChangeWorth(False, "only standby processes were wanted"))
-    else:
-        proposal = _best(request.task(profiles))
+    task, why = None, "only standby processes were wanted"
+    if not request.only_standby:
+        try:
+            task = request.task(profiles)
+        except InvalidInputError as error:
+            why = str(error)
+    proposal = Proposal(None, "", ChangeWorth(False, why)) if task is None else _best(task)
     if proposal.plan is not None and places:
         proposal = replace(proposal, plan=drained(proposal.plan, Cluster.of(aside), places))
     plan = proposal.plan if proposal.plan is not None and proposal.worth.pays else running

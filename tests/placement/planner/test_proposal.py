@@ -109,6 +109,13 @@ def test_who_asks_for_standby_processes_alone_is_told_those_of_what_runs() -> No
     assert (found.plan, found.worth.pays) == (None, False)
 
 
+def test_without_the_policy_there_are_standby_processes_all_the_same() -> None:
+    found = propose(replace(asked(900.0, standby_gpus=1), policy=PolicyUsed(name="gone")), Profiles([]))
+    assert (found.plan, found.worth.pays) == (None, False)
+    assert "unknown policy" in found.worth.why
+    assert [standby.gpulet.gpu for standby in found.standby] == ["n0/1"]
+
+
 # --- GPUs that plans may cut into MIG instances -------------------------------------------------------------------
 
 MEASURED = Profiles([load_shipped("parvagpu-a100")])
