@@ -362,6 +362,42 @@ def test_pages_of_the_guide_are_short_and_without_dated_figures(page: str) -> No
     assert re.findall(r"\b20\d\d-\d\d-\d\d\b", text) == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_lines_of_prose_fit_a_screen(page: str) -> None:
+    prose = re.sub(r"^```.*?^```", "", PAGES[page].read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert [line for line in prose.splitlines() if len(line) > 160 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", ["files", "operating", "serving", "generating"])
+def test_pages_that_once_explained_everything_stay_lists(page: str) -> None:
+    """What explains belongs to the guide or to a page of its own."""
+    assert len(PAGES[f"docs/reference/{page}.md"].read_text(encoding="utf-8").split()) <= 2500
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("lab/journal/")])
+def test_modules_that_are_named_exist(page: str) -> None:
+    """The journal names what was there when its figures were measured."""
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)\b", PAGES[page].read_text(encoding="utf-8")))
+    assert {name for name in named - module_files() if not name.startswith("my_")} == set()
+
+
+@functools.cache
+def module_files() -> frozenset[str]:
+    folders = (
+        "batching",
+        "deployments",
+        "lab",
+        "loadgen",
+        "mps",
+        "placement",
+        "profiles",
+        "scripts",
+        "tenuto",
+        "tests",
+    )
+    return frozenset(path.name for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
 def test_every_page_of_the_guide_leads_to_the_next() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     order = [f"docs/{place}" for place in re.findall(r"^\d+\. \[.*?\]\((guide/[\w-]+\.md)\)", index, re.M)]
