@@ -9,8 +9,8 @@ sequences that end are free after `done`.
 An order (`StepOrder`) says which sequences are taken, whether those that decode do so in a step, and how many tokens of
 prompts it reads at most; prompts are first come first served. Without one the order is that of vLLM (v1, chunked
 prefill): all are taken and decode, then come prompts, cut where the step is full. When no block is left for the keys
-and values of a sequence that decodes, the one that was admitted last loses its own, and reads its prompt and what it
-had written again; no sequence is admitted in that step.
+and values of a sequence that decodes, the one that was admitted last loses its own (preemption), and reads its prompt
+and what it had written again; no sequence is admitted in that step.
 
 Sequences are counted, not walked through. All that decode advance together, so a common number of turns says how long
 each context is, and a count for each place in a block says how many blocks the next turn takes. A step costs O(1), and

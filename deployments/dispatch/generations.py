@@ -1,9 +1,9 @@
 """The generations that a dispatcher has open: each is sent to one gpu-let at once, which decides its steps and refuses
 what it cannot keep; its tokens are passed on as they come.
 
-A generation goes to the emptiest gpu-let for its planned rate, as in virtual time. When that gpu-let closes, dies or
-has no place for it any more, another one goes on behind the tokens that it has. There is one rule against a generation
-that kills what runs it: two losses without a token in between end it.
+A generation goes to the emptiest gpu-let for its planned rate (load balancing), as in virtual time. When that gpu-let
+closes, dies or has no place for it any more, another one goes on behind the tokens that it has. There is one rule
+against a generation that kills what runs it: two losses without a token in between end it.
 """
 
 from __future__ import annotations

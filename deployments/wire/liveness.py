@@ -1,8 +1,8 @@
 """Whether the process at the far end of a connection still lives. The connection does not tell: a stopped process keeps
 its sockets, and the kernel goes on taking bytes for it.
 
-Both ends send something at least once in `2 * BEAT_S`; when there is nothing else, they send a `Beat`. Any byte counts
-as a sign of life. `Silence` judges; it knows neither sockets nor threads.
+Both ends send something at least once in `2 * BEAT_S`; when there is nothing else, they send a `Beat` (heartbeat). Any
+byte counts as a sign of life. `Silence` judges; it knows neither sockets nor threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where models that generate lie: gpu-lets of their own on GPUs apart from all other models, on those that are there or
 on those that are bought.
 
-A model has equal gpu-lets, as each is sent as much, no two of them on one GPU.
+Bin packing: a model has equal gpu-lets, as each is sent as much, no two of them on one GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds a program from its models and makes it ready for requests."""
+"""Builds a program from its models and makes it ready for requests, or says that the device is out of memory."""
 
 from __future__ import annotations
 
