@@ -21,8 +21,6 @@ from tenuto.deployments.entry.http.open_connections import Limits
 from tenuto.deployments.entry.http.server import HttpServer
 from tenuto.deployments.wire.arena import Arena
 
-pytestmark = pytest.mark.door
-
 SENT_BYTES = 1 << 19
 BODY_BYTES = 1 << 16
 MOST_HELD_BYTES = 1 << 20  # twice a body and what a transport holds back
