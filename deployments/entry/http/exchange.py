@@ -107,7 +107,7 @@ class Head:
 
     `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless the body comes in chunks.
     `expects`: the client sends the body when it is asked for. `is_cached`: the same object stands for all requests with
-    these bytes, which are few, or for a short head; so what the service finds for it may be kept, too.
+    these bytes, which are few, so that the service may cache its route.
     """
 
     method: bytes

@@ -214,8 +214,8 @@ class KnownHeads:
         head = self.plain.get(raw)
         if head is None:
             head = read_head(raw)
-            head.is_cached = len(raw) <= LONGEST_CACHED_HEAD_BYTES
-            if head.is_cached and _NOT_CACHED.isdisjoint(head.headers):
+            if len(raw) <= LONGEST_CACHED_HEAD_BYTES and _NOT_CACHED.isdisjoint(head.headers):
+                head.is_cached = True
                 self.plain.add(raw, head)
         return head
 

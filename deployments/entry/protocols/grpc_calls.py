@@ -497,7 +497,7 @@ class UnaryInferCall(Call):
         headers = self.metadata.forwarded
         if asked.id:
             headers = {**headers, b"x-request-id": asked.id.encode()}
-        head = Head(b"POST", url.encode(), headers, length=len(asked.body), is_cached=self.metadata.is_short)
+        head = Head(b"POST", url.encode(), headers, length=len(asked.body))
         self.ask(self.exchange(head, asked.body, asked.id), body)
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:

@@ -144,6 +144,7 @@ class InferenceService:
         self._splits: dict[str, Split] = {}  # of models that have versions
         self._draw, self._copies = draw, ShadowCopies(draw)
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
+        self._latest: tuple[Head, Route] | None = None  # likewise; most bodies come with their heads
         self._id_prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(_DECODERS, "decode")
@@ -157,7 +158,7 @@ class InferenceService:
         gpu-lets hold."""
         plan = dispatching.plan
         self._dispatching, self._plan = dispatching, plan
-        self._routes.clear()
+        self._forget_routes()
         known, self._models = self._models, {}
         if plan is not None:
             for spec in plan.models:
@@ -249,7 +250,7 @@ class InferenceService:
     def refusal(self, exchange: Exchange) -> HttpError | None:
         """Return why a request is refused before its body; called once, when its head is there."""
         head = exchange.head
-        route = self._routes.get(head) or self._route(head)
+        route = self._routes.get(head) or self._latest_route(head)
         problem = route.problem
         if problem is None and route.caller is None:
             return None
@@ -268,7 +269,7 @@ class InferenceService:
         """Answer a request whose body is there. `described`: what a request over gRPC asks for, whose body is
         tensors."""
         head = exchange.head
-        route = self._routes.get(head) or self._route(head)
+        route = self._routes.get(head) or self._latest_route(head)
         problem = route.problem or exchange.problem
         if problem is not None:
             fail(exchange, problem)
@@ -279,6 +280,16 @@ class InferenceService:
             route.handle(exchange, route, described)
         except HttpError as error:
             refuse(exchange, error)
+
+    def _forget_routes(self) -> None:
+        self._routes.clear()
+        self._latest = None
+
+    def _latest_route(self, head: Head) -> Route:
+        """Return the route of a head that is not cached; found once when nothing comes between head and body."""
+        if self._latest is None or self._latest[0] is not head:
+            self._latest = head, self._route(head)
+        return self._latest[1]
 
     def _route(self, head: Head) -> Route:
         """Find what a head leads to, once for each head and plan, and return it."""
@@ -593,7 +604,7 @@ class InferenceService:
         """End the threads, the processes of hooks and the traces."""
         for model in self._models.values():
             model.close()
-        self._routes.clear()  # they lead back here
+        self._forget_routes()  # they lead back here
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._schemas.close()
         if self.traces is not None:
