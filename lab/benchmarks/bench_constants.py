@@ -41,7 +41,7 @@ SCENES = (
     ("placement/planner/mixed", "generate"),
     ("placement/planner/fault", "generate"),
     ("placement/policies/milp", "milp"),
-    ("placement/expectation", "milp"),
+    ("placement/expectation", "promise"),
     ("placement", "plan"),
     ("deployments/control/lengths", "none"),
     ("deployments/control/change_cost", "none"),
@@ -87,6 +87,19 @@ def plan(seed: int, count: int, policy: str = "tenuto") -> Iterator[float]:
 def milp(seed: int, count: int) -> Iterator[float]:
     """Yield what plans of policy `ao-milp` serve."""
     return plan(seed, count, "ao-milp")
+
+
+def promise(seed: int, count: int) -> Iterator[float]:
+    """Yield how near the promise of a plan of policy `ffd` is to what it serves, 100 where it is the same."""
+    from bench_promises import scenes, served
+
+    from tenuto.placement import load_policy, solve
+
+    for scene in scenes(1000 * seed, count):
+        made = solve(load_policy("ffd", {}), scene.workload, scene.cluster, scene.profiles)
+        found = served(made, scene.workload, 30.0).values()
+        apart = made.expected.goodput_rps - sum(ok for _, ok in found)
+        yield 100.0 - 100.0 * abs(apart) / sum(offered for offered, _ in found)
 
 
 def buy(seed: int, count: int) -> Iterator[float]:
@@ -170,6 +183,7 @@ MEASURED: dict[str, Callable[[int, int], Iterator[float]]] = {
     "schedule": schedule,
     "plan": plan,
     "milp": milp,
+    "promise": promise,
     "buy": buy,
     "mig": mig,
     "generate": generate,

@@ -24,6 +24,13 @@ def test_every_fitted_number_can_be_changed() -> None:
                 assert sum(new != old for new, old in zip(changed, lines, strict=True)) == 1, constant.place
 
 
+def test_the_journal_names_every_fitted_number() -> None:
+    text = (checkout() / "lab" / "journal" / "constants.md").read_text(encoding="utf-8")
+    machine = [source for source in read_sources(checkout()) if source.is_machine]
+    fitted = [each.name for each in find_constants(machine) if each.origin == "fitted"]
+    assert [name for name in fitted if f": {name}`" not in text] == []
+
+
 @pytest.mark.parametrize(
     ("value", "halved", "doubled"),
     [
