@@ -19,6 +19,8 @@ from tenuto.placement.planner import Durations
 from tenuto.placement.planner.change_stages import next_stage
 from tenuto.placement.planner.standby import Standby, still_fitting
 
+_FIRST_READY_S = 300.0  # limit: at the first start, a busy machine also starts gateways meanwhile
+
 
 class ChangeState:
     """Invariant: at most one change at a time. `plan` was applied last, `change` is under way, `proving` was made just
@@ -27,6 +29,7 @@ class ChangeState:
     def __init__(self, settings: ControlSettings, memory: Memory, decide: Callable[[Decision], None]) -> None:
         """Go on from memory; `decide` receives the decisions."""
         self._settings, self._look_s, self._decide = settings.change, settings.look_s, decide
+        self._proves = settings.mode != "off"  # takes a change back whose plan loses requests
         self.plan, self.change, self.proving = memory.plan, memory.change, memory.proving
         self.durations = memory.durations or Durations(settings.change.start_s, settings.change.load_s)
         self.pace = ChangeRateLimit(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
@@ -115,7 +118,9 @@ class ChangeState:
             if not drains_s:
                 self._remember_duration(change, lasts_s)
             self._step(replace(change, stage_since_s=now_s), change.stage, rates_rps)
-        elif waiting and lasts_s > self._settings.ready_timeout_s:
+        elif waiting and lasts_s > max(
+            self._settings.ready_timeout_s, 0.0 if change.origin.gpulets else _FIRST_READY_S
+        ):
             why = f"gpu-let {', '.join(sorted(waiting))} is not ready after {lasts_s:.0f} s"
             return self.take_back(now_s, change, why, rates_rps)
         return None
@@ -139,7 +144,7 @@ class ChangeState:
             self._decide(journal.rolled_back(now_s, now_s - change.begun_s))
             return
         self._decide(journal.changed(now_s, change.why, now_s - change.begun_s))
-        self.proving = change
+        self.proving = change if self._proves else None
 
     def _remember_duration(self, change: ChangeUnderWay, lasts_s: float) -> None:
         if lasts_s <= self._look_s:
@@ -159,8 +164,8 @@ class ChangeState:
         rates_rps: Mapping[str, float],
         held: Sequence[Gpulet] | None = None,
     ) -> str | None:
-        """Go back to the plan before a change. When this change was already going back and nothing is left to do,
-        return why.
+        """Go back to the plan before a change. When this change was already going back, or nothing ran before it,
+        nothing is left to do: return why.
 
         Args:
             now_s: the time.
@@ -170,9 +175,9 @@ class ChangeState:
             held: gpu-lets that serve now; default: those of the previous plan.
         """
         self.proving = None
-        if change.is_rollback:
+        if change.is_rollback or not change.origin.gpulets:
             self.change = None
-            self._decide(journal.stuck(now_s, why))
+            self._decide(journal.stuck(now_s, why, is_first=not change.is_rollback))
             return why
         self._decide(journal.taken_back(now_s, why, self.pace.failed(now_s)))
         before = {gpulet.id for gpulet in change.origin.gpulets}

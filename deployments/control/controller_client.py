@@ -41,9 +41,9 @@ class ControllerClient:
         """Return the advised plan."""
         return self._call(ControllerReplica.advice)
 
-    def deploy(self, deployment: Deployment, by: str, why: str) -> None:
-        """Want another deployment; `by` and `why` are for the history."""
-        self._call(ControllerReplica.deploy, deployment.model_dump(mode="json"), by, why)
+    def deploy(self, deployment: Deployment, by: str, why: str) -> int:
+        """Want another deployment; return its number. `by` and `why` are for the history."""
+        return self._call(ControllerReplica.deploy, deployment.model_dump(mode="json"), by, why)
 
     def models(self) -> list[dict[str, Any]]:
         """Return the entries of the workload."""
@@ -68,10 +68,6 @@ class ControllerClient:
     def take_back(self, model: str, version: str) -> Edits:
         """Send a version no more requests and end it."""
         return self._call(ControllerReplica.take_back, model, version)
-
-    def retire(self) -> None:
-        """Let the controller look no more, before its application is removed."""
-        self._call(ControllerReplica.retire)
 
     def _call(
         self,

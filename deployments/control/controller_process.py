@@ -20,9 +20,9 @@ from msgspec.structs import asdict
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import AdvisedPlan
-from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, OvertakenError, Planner
-from tenuto.deployments.control.planner import PlannerProcess
-from tenuto.deployments.control.remembered import Memory
+from tenuto.deployments.control.live import Live, LiveSystem, OvertakenError, Planner
+from tenuto.deployments.control.planner import NoPlanner, PlannerProcess
+from tenuto.deployments.control.remembered import ControlMemory, Memory, WantedDeployment
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.version_edits import Edits, checked, promoted, to_take_back, with_version
 from tenuto.deployments.machines.node_layouts import NodeLayouts
@@ -34,7 +34,7 @@ from tenuto.deployments.serve.history import ClusterStore, History, Store
 from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Event, LogLine
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
-from tenuto.placement import Cluster
+from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.generation_capacity import carries_alone, generating_problems, options_of, with_lengths
 from tenuto.placement.planner.gpu_matching import gpus_of
@@ -46,8 +46,10 @@ logger = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
 _GROUND = "control/ground"
+_NOTHING = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
 _SILENT_S = 60.0  # limit: a thread without a look for so long counts as dead
 _RETIRES_S = 20.0  # limit: for the look that is under way
+_IDLE_LOOK_S = 10.0  # pace: of looks in mode off while nothing changes
 
 
 def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
@@ -70,7 +72,7 @@ def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
 
 
 Begun = tuple[Live, Planner]
-Begin = Callable[[ControlSettings, Callable[[LogLine], None], Callable[[], None]], Begun]
+Begin = Callable[[ControlSettings, Callable[[LogLine], None], Callable[[], None]], Begun | None]
 
 
 class ControllerReplica:
@@ -82,7 +84,7 @@ class ControllerReplica:
         Args:
             store: the controller's memory; default: the cluster's.
             begin: makes the controller over the deployment, which reports its decisions, and its planner, which reports
-                answers; default: on the cluster.
+                answers; None while nothing is deployed or wanted. Default: on the cluster.
         """
         self._store = store or ClusterStore()
         self._begin = begin or begin_on_cluster
@@ -170,10 +172,15 @@ class ControllerReplica:
             raise EnvironmentFaultError("the controller advises no other plan now. See `tenuto control log`.")
         return found
 
-    async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> None:
-        """Go over to another deployment, make before break; progress goes to the log."""
+    async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> int:
+        """Want another deployment, and go over to it, make before break. Return its number: the lines of the log, and
+        the state, say of which number they speak.
+
+        Raises:
+            InvalidInputError: it cannot be served, or changes what only a new start can change; nothing was changed.
+        """
         wanted = parse_document(Deployment, dict(deployment), origin="deployment")
-        await self._do(lambda live: live.deploy(time.time(), wanted, by, why))
+        return await self._do(lambda live: live.deploy(time.time(), wanted, by, why))
 
     # Each of the following returns the entries that it changes, by name; None: it is removed.
 
@@ -201,6 +208,7 @@ class ControllerReplica:
         """Take a model out of the workload; raise `InvalidInputError` when it is not in it, or is the last one."""
 
         def change(live: Live) -> Edits:
+            _check_plans(live.controller)
             models = {model.name for model in live.controller.workload.models}
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
@@ -255,6 +263,7 @@ class ControllerReplica:
         """Change entries of the workload; return them."""
 
         def change(live: Live) -> Edits:
+            _check_plans(live.controller)
             edits = make(live.controller)
             live.controller.edit(edits)
             return edits
@@ -287,7 +296,14 @@ class ControllerReplica:
                     self._new_settings = False
                     if planner is not None:
                         planner.close()
-                    live, planner = self._begin(self._settings, self._count, self._wake.set)
+                        planner = None
+                    self._looked_s = time.monotonic()
+                    begun = self._begin(self._settings, self._count, self._wake.set)
+                    if begun is None:
+                        self._perform(None)
+                        self._wait(self._settings.look_s)
+                        continue
+                    live, planner = begun
                 self._looked_s = time.monotonic()
                 try:
                     live.step(time.time())
@@ -295,8 +311,7 @@ class ControllerReplica:
                     self._new_settings = True  # start again, over what runs
                     continue
                 self._perform(live)
-                self._wake.wait(self._settings.look_s)
-                self._wake.clear()
+                self._wait(_IDLE_LOOK_S if live.is_idle else self._settings.look_s)
         except Exception as error:
             logger.exception("the controller has failed")
             failure = f"the controller has failed: {type(error).__name__}: {error}"
@@ -309,13 +324,20 @@ class ControllerReplica:
             if planner is not None:
                 planner.close()
 
-    def _perform(self, live: Live) -> None:
+    def _wait(self, seconds: float) -> None:
+        """Wait for the next look, or until somebody asks."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def _perform(self, live: Live | None) -> None:
         with self._lock:
             if self._new_settings:
                 return  # whoever asked after them is answered by the controller that has them
             work, self._work = self._work, []
         for what, future in work:
             try:
+                if live is None:
+                    raise EnvironmentFaultError(_NOTHING)
                 result = what(live)
                 live.carry_out(time.time())  # answer only after storing it
                 future.set_result(result)
@@ -323,30 +345,88 @@ class ControllerReplica:
                 future.set_exception(error)
 
 
-def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None], wake: Callable[[], None]) -> Begun:
-    """Return the controller over what is deployed, with its memory. `tell` receives its decisions; `wake` is called
-    when a plan has come."""
+def begin_on_cluster(
+    settings: ControlSettings, tell: Callable[[LogLine], None], wake: Callable[[], None]
+) -> Begun | None:
+    """Return the controller over what is deployed and wanted, with its memory; None while nothing is. `tell` receives
+    its decisions; `wake` is called when a plan has come."""
     store = ClusterStore()
-    history, kept = History(store), ControlMemory(store)
-    before, found = history.latest(), Applications().deployed()
-    if found is not None:
-        history.running(found)
-    version = history.latest()
-    if version is None:
-        raise EnvironmentFaultError("nothing is deployed. Use `tenuto deploy PLAN`.")
-    profiles, gpus = read_ground(store)
-    plan, is_overtaken = version.deployment.plan, version != before
-    memory = kept.read()
-    if memory is None or is_overtaken or (memory.change is None and memory.plan.gpulets != plan.gpulets):
-        memory = Memory(plan, version.deployment.workload or plan.workload)
-    deployment = version.deployment.with_plan(memory.plan)
+    history, stored = History(store), ControlMemory(store)
+    before, deployed = history.latest(), Applications().deployed()
+    running = None if deployed is None else history.running(deployed)
+    begun = begun_from(history, stored, running, is_found=history.latest() != before)
+    if begun is None:
+        return None
+    deployment, memory = begun
     import_applications(deployment.config())
-    known = {(gpu.id, gpu.type): gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}
-    system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()), NodeLayouts())
-    planner = PlannerProcess(profiles, settings.change.plan_timeout_s, on_answer=wake)
-    controller = Controller(settings, memory)
-    live = Live(controller, system, planner, history, by="the controller", memory=kept, want_gpus=want_gpus, tell=tell)
+    profiles, gpus = read_ground(store)
+    known = {(gpu.id, gpu.type): gpu for gpu in (*gpus_of(deployment.plan, memory.plan), *gpus)}
+    system = LiveSystem(
+        deployment.with_plan(memory.plan), Applications(), gateway_status, tuple(known.values()), NodeLayouts()
+    )
+    planner: Planner = NoPlanner()
+    if settings.mode != "off":
+        planner = PlannerProcess(profiles, settings.change.plan_timeout_s, on_answer=wake)
+    live = Live(
+        Controller(settings, memory),
+        system,
+        planner,
+        history,
+        by="the controller",
+        memory=stored,
+        number=memory.number,
+        want_gpus=want_gpus,
+        tell=tell,
+    )
     return live, planner
+
+
+def begun_from(
+    history: History, stored: ControlMemory, running: Deployment | None, *, is_found: bool = False
+) -> tuple[Deployment, Memory] | None:
+    """Return what the controller begins from: the deployment whose settings are in force, and its memory. None when
+    nothing is deployed or wanted.
+
+    Args:
+        history: of the deployment.
+        stored: what an earlier process left.
+        running: what is deployed; None: nothing.
+        is_found: whether `serve deploy` brought it, and nobody knew.
+    """
+    version, wanted, memory = history.latest(), stored.wanted(), stored.read()
+    is_first = wanted is not None and wanted.is_first and memory is None
+    is_known = memory is not None and (
+        memory.change is not None or running is None or memory.plan.gpulets == running.plan.gpulets
+    )
+    if running is not None and not is_first and (is_found or not is_known):
+        # Deployed without this controller, whose memory speaks of another plan.
+        number = 1 if wanted is None else wanted.number + 1
+        memory = Memory(running.plan, running.workload or running.plan.workload, number=number)
+        stored.write(memory)
+        stored.want(WantedDeployment(number, running, "serve deploy", "found running", history.latest_number()))
+        return running, memory
+    if wanted is None:
+        return None if running is None or memory is None else (running, memory)
+    if version is not None and version.number > wanted.after:
+        deployment = version.deployment  # it has been reached
+    elif memory is not None and memory.number == wanted.number:
+        deployment = wanted.deployment  # the change to it is under way
+    elif wanted.is_first or version is None:
+        deployment = nothing_of(wanted.deployment)
+    else:
+        deployment = version.deployment  # it has not begun
+    return deployment, memory or Memory(deployment.plan, deployment.workload or deployment.plan.workload)
+
+
+def nothing_of(wanted: Deployment) -> Deployment:
+    """Return the deployment with an empty plan: what runs before it is brought up."""
+    return wanted.model_copy(update={"plan": Plan(policy=wanted.plan.policy)})
+
+
+def _check_plans(controller: Controller) -> None:
+    """Raise `EnvironmentFaultError` when the controller makes no plans, so that no model would find a place."""
+    if controller.mode == "off":
+        raise EnvironmentFaultError("the controller makes no plans (mode off). Deploy with --control control.yaml.")
 
 
 def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:

@@ -103,7 +103,7 @@ def on_standby(at_s: float, why: str, shares: Mapping[str, str]) -> LogLine:
 
 def abandoned(at_s: float, gpus: Sequence[str]) -> LogLine:
     """Say that the change under way stops because these GPUs are lost."""
-    return LogLine(at_s, Kind.ABANDONED, f"the change under way stops, as GPU {', '.join(gpus)} is gone")
+    return LogLine(at_s, Kind.ABANDONED, f"the change under way stops, as GPU {', '.join(gpus)} is gone", reached=False)
 
 
 def changed(at_s: float, why: str, seconds: float) -> LogLine:
@@ -123,9 +123,11 @@ def rolled_back(at_s: float, seconds: float) -> LogLine:
     return LogLine(at_s, Kind.ROLLED_BACK, text, reached=False, version=text)
 
 
-def stuck(at_s: float, why: str) -> LogLine:
-    """Say that going back failed too."""
-    return LogLine(at_s, Kind.STUCK, f"going back failed too: {why}", reached=False)
+def stuck(at_s: float, why: str, *, is_first: bool = False) -> LogLine:
+    """Say that going back failed too; `is_first`: that nothing could be brought up, and there is nothing to go back
+    to."""
+    text = f"{'it does not start' if is_first else 'going back failed too'}: {why}"
+    return LogLine(at_s, Kind.STUCK, text, reached=False)
 
 
 def worse(at_s: float, canary: WorseCanary, confidence: float, obstacle: str | None) -> LogLine:

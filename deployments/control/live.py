@@ -1,13 +1,11 @@
 """Connects the controller to a running deployment. It reads the gateways and Serve, turns decisions into Serve's
 configuration, and remembers both.
 
-The caller decides when to look: the controller's own Serve deployment for good (`controller_process`), a command until
-its change is over (`change`).
+The controller's own Serve deployment decides when to look (`controller_process`).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict, deque
@@ -15,22 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import msgspec
 from msgspec import structs
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, Decision, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
-from tenuto.deployments.control.remembered import Memory
+from tenuto.deployments.control.remembered import ControlMemory, WantedDeployment
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
+    GPULET_PREFIX,
     ServeApplication,
     ServeConfig,
     application_name,
 )
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
-from tenuto.deployments.serve.history import History, Store
+from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.states import ApplicationState, gpulets_of
 from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, LogLine, ModelStatus
@@ -45,7 +43,6 @@ logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 2.0  # limit: from a gpu-let's last use by gateways to its end; the longest batches are shorter
 _LONGEST_DRAIN_S = 60.0  # limit: when gateways never say that
-_KEPT_LOG = 500  # limit
 _MIB = 1e-6  # derived: sums of floats differ by rounding
 _PLANS_UNDER_WAY = 4  # limit: plans that some gateway may still follow, as Serve tells each by itself
 
@@ -151,6 +148,7 @@ class LiveSystem:
         self._ready: frozenset[str] = frozenset()  # gpu-lets ready at the last look
         self._counted: dict[str, tuple[float, tuple[int, ...]]] = {}  # time, counts
         self._migration: _Migration | None = None
+        self.strays: frozenset[str] = frozenset()  # applications of gpu-lets in no plan, at the last look
         states = serve.states()
         self._runs = ENTRY_APPLICATION in states
         self._told: deque[dict[str, Any]] = deque(maxlen=_PLANS_UNDER_WAY)  # plans that gateways may follow
@@ -214,7 +212,10 @@ class LiveSystem:
 
     def _short_of_memory(self, states: Mapping[str, ApplicationState]) -> frozenset[str]:
         """Return the applications whose GPU does not hold them beside the gpu-lets that leave it. Those may still write
-        for as long as `UserConfig.ends_s`."""
+        for as long as `UserConfig.ends_s`. Nobody knows where gpu-lets are that somebody else left behind, so all new
+        ones wait until those have ended."""
+        if any(name.startswith(GPULET_PREFIX) and name not in self._known for name in states):
+            return frozenset(self._gpulets.keys() - states.keys())
         sizes_mib = {gpu.id: gpu.memory_mib for gpu in self._gpus}
         held_mib: defaultdict[str, float] = defaultdict(float)
         for name in states.keys() | self._gpulets.keys():
@@ -236,15 +237,14 @@ class LiveSystem:
             return None
         return _Migration({**after, **here}, dict(after), now_s)
 
-    def settle(self, wanted: Deployment, plan: Plan, now_s: float) -> None:
-        """Serve the present plan with the settings of another deployment, on the way to its plan.
-
-        Raises:
-            InvalidInputError: the plan cannot be served with them, or they change what only a new start can change;
-                nothing was changed.
-        """
+    def check(self, wanted: Deployment, plan: Plan) -> None:
+        """Raise `InvalidInputError` when a plan cannot be served with the settings of another deployment, or these
+        change what only a new start can change."""
         wanted.config(plan)
         raise_if_any(_unchangeable(self.deployment, wanted))
+
+    def settle(self, wanted: Deployment, plan: Plan, now_s: float) -> None:
+        """Serve the present plan with the settings of another deployment, on the way to its plan."""
         self._know(plan)
         if wanted.with_plan(self._plan) != self.deployment:
             self.apply(self._plan, now_s, self._waiting, wanted=wanted)
@@ -356,10 +356,19 @@ class LiveSystem:
                 gone.append(name)
         for name in gone:
             del self._draining[name]
-        # Of an earlier process.
-        idle = {application_name(name) for name in self._standby}
-        if gone or gpulets_of(states) - (self._gpulets.keys() | self._draining.keys() | idle):
+        strays_before, self.strays = self.strays, self._find_strays(states)
+        if gone or self.strays & strays_before:
             self._send()
+
+    def _find_strays(self, states: Mapping[str, ApplicationState]) -> frozenset[str]:
+        """Return the applications of gpu-lets that an earlier process or another deployment left. While the gateways'
+        application is not running, `serve deploy` may be bringing them: then they are none, and the next look finds
+        the gateways follow another plan."""
+        entry = states.get(ENTRY_APPLICATION)
+        if entry is None or not entry.is_running:
+            return frozenset()
+        idle = {application_name(name) for name in self._standby}
+        return gpulets_of(states) - (self._gpulets.keys() | self._draining.keys() | idle)
 
     def _go_on_migration(self, now_s: float, states: Mapping[str, ApplicationState]) -> None:
         migration = self._migration
@@ -466,46 +475,6 @@ def _grows(after: _GpuletApplication, before: _GpuletApplication) -> bool:
     return any(program.batch_size > held.get(program.name, 0) for program in after.user_config.programs)
 
 
-class ControlMemory:
-    """Stores the controller's memory and the newest entries of its log."""
-
-    _MEMORY, _LOG = "control/memory", "control/log"
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        raw = store.get(self._LOG)
-        lines = msgspec.json.decode(raw, type=list[LogLine]) if raw else []
-        self._log: deque[LogLine] = deque(lines, maxlen=_KEPT_LOG)
-
-    def read(self) -> Memory | None:
-        """Return the memory; None when there is none, or another version of Tenuto wrote it."""
-        raw = self._store.get(self._MEMORY)
-        try:
-            return None if raw is None else Memory.from_data(json.loads(raw))
-        except ValueError as error:
-            logger.warning("control: the stored memory cannot be read and is ignored: %s", error)
-            return None
-
-    def write(self, memory: Memory) -> None:
-        """Store the memory."""
-        self._store.put(self._MEMORY, json.dumps(memory.to_data()).encode())
-
-    def add(self, entry: LogLine) -> None:
-        """Append to the log."""
-        self._log.append(entry)
-        self._store.put(self._LOG, msgspec.json.encode(list(self._log)))
-
-    def log(self) -> list[LogLine]:
-        """Return the log, oldest first."""
-        return list(self._log)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        for key in (self._MEMORY, self._LOG):
-            self._store.delete(key)
-        self._log.clear()
-
-
 class Live:
     """One controller over one live system."""
 
@@ -518,6 +487,7 @@ class Live:
         *,
         by: str,
         memory: ControlMemory | None = None,
+        number: int = 0,
         want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
         tell: Callable[[LogLine], None] = lambda _entry: None,
     ) -> None:
@@ -529,7 +499,9 @@ class Live:
             planner: makes plans.
             history: records every plan that was reached.
             by: who makes the changes, for the history.
-            memory: stores the controller's memory; None: nobody does.
+            memory: stores the controller's memory; None: nobody does. When a deployment is wanted there with another
+                number, the first look begins to go over to it.
+            number: of the wanted deployment that the controller follows.
             want_gpus: asks the cluster for GPUs by type.
             tell: receives every entry of the log.
         """
@@ -542,35 +514,67 @@ class Live:
         self._want_gpus = want_gpus
         self._tell = tell
         self._written_s, self._written = 0.0, controller.workload  # the last memory: when, and its workload
-        self._next_by: str | None = None  # who asked for the change under way
+        self._number = number
+        wanted = None if memory is None else memory.wanted()
+        self._wanted = wanted if wanted is not None and wanted.number > number else None  # not begun yet
+        self._has_looked = False
+        change = controller.change
+        is_its_change = wanted is not None and change is not None and change.why == wanted.why
+        self._next_by = (
+            wanted.by if wanted is not None and is_its_change else None
+        )  # who asked for the change under way
 
     def state(self) -> ControllerState:
         """Return the controller's state, and what its change waits for."""
         system = self.system
-        return structs.replace(self.controller.state(), cutting=system.cutting, is_settled=system.is_settled)
+        return structs.replace(
+            self.controller.state(), cutting=system.cutting, is_settled=system.is_settled, number=self._number
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens before somebody asks for it."""
+        is_off, change = self.controller.mode == "off", self.controller.change
+        is_quiet = self._has_looked and self.system.is_settled and not self.system.strays
+        return is_off and change is None and is_quiet
 
     def step(self, now_s: float) -> bool:
         """Take one look and carry out the decisions; return whether the gateways answered."""
         seen = self.system.look(now_s)
+        self._has_looked = seen is not None
         if seen is not None:
             self.controller.observe(now_s, seen)
+            self._go_over(now_s)
         for number, result in self._planner.answers():
             self.controller.planned(now_s, number, result)
         self.carry_out(now_s)
         return seen is not None
 
-    def deploy(self, now_s: float, wanted: Deployment, by: str, why: str) -> None:
-        """Go over to what an operator wants, make before break. Call after the first look. When the deployment has no
-        workload, its plan's is declared.
+    def deploy(self, now_s: float, deployment: Deployment, by: str, why: str) -> int:
+        """Want another deployment; go over to it from the next look on that is answered, make before break. Return its
+        number. When the deployment has no workload, its plan's is declared.
 
         Raises:
             InvalidInputError: it cannot be served, or changes the executor; nothing was changed.
         """
-        running = self.controller.plan
-        plan = renamed(wanted.plan, running)
-        self.system.settle(wanted, plan, now_s)
-        self._next_by = by
-        self.controller.deploy(now_s, plan, why, self.system.gpus(), wanted.workload)
+        self.system.check(deployment, renamed(deployment.plan, self.controller.plan))
+        number = (self._number if self._wanted is None else self._wanted.number) + 1
+        self._wanted = WantedDeployment(number, deployment, by, why, self._history.latest_number())
+        if self._memory is not None:
+            self._memory.want(self._wanted)
+        if self._has_looked:
+            self._go_over(now_s)
+        return number
+
+    def _go_over(self, now_s: float) -> None:
+        """Begin to change to the wanted deployment, if it is a new one."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return
+        self._number, self._next_by = wanted.number, wanted.by
+        plan = renamed(wanted.deployment.plan, self.controller.plan)
+        self.system.settle(wanted.deployment, plan, now_s)
+        self.controller.deploy(now_s, plan, wanted.why, self.system.gpus(), wanted.deployment.workload)
         self.carry_out(now_s)
 
     def carry_out(self, now_s: float) -> None:
@@ -582,14 +586,15 @@ class Live:
         # Pace: rates and lengths that were learned are stored every 10 s.
         if self._memory is not None and (decisions or workload is not self._written or now_s - self._written_s > 10.0):
             self._written_s, self._written = now_s, workload
-            self._memory.write(self.controller.memory())
+            self._memory.write(replace(self.controller.memory(), number=self._number))
 
     def _do(self, decision: Decision, now_s: float) -> None:
         if isinstance(decision, LogLine):
+            decision = structs.replace(decision, number=self._number)
             logger.info("control: %s: %s", decision.kind, decision.text)
             if self._memory is not None:
                 self._memory.add(decision)
-            if decision.version is not None:
+            if decision.version is not None and self.controller.plan.models:
                 by, self._next_by = self._next_by or self._by, None
                 asked = self.system.deployment.model_copy(update={"workload": self.controller.workload})
                 self._history.add(asked, by, decision.version)

@@ -1,7 +1,7 @@
 """What an operator does to the deployment of a cluster: deploy, roll back, delete, speak to the controller.
 
-Where the controller runs, it makes every change. Where none runs, the change is made from here
-(`tenuto.deployments.control.change`).
+Every change is made by the controller, which runs beside every deployment. A command says what it wants, and follows
+the change until it is over (`tenuto.deployments.control.change_progress`).
 """
 
 from __future__ import annotations
@@ -11,33 +11,23 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from dataclasses import replace
 
-from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
+from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller_client import ControllerClient
 from tenuto.deployments.control.controller_process import keep_ground, read_ground
-from tenuto.deployments.control.live import ControlMemory
+from tenuto.deployments.control.remembered import ControlMemory, WantedDeployment
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edits
-from tenuto.deployments.machines.node_layouts import NodeLayouts, check_layouts
+from tenuto.deployments.machines.node_layouts import check_layouts
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
-from tenuto.deployments.serve.config import (
-    CONTROL_APPLICATION,
-    ENTRY_APPLICATION,
-    ServeConfig,
-    application_name,
-    is_ours,
-)
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name, is_ours
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment, fitting_gateways
-from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.history import ClusterStore, History, Store, Version
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
-from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.mps.processes import Processes
 from tenuto.placement import Plan
@@ -50,12 +40,10 @@ from tenuto.profiles import Profiles
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0  # limit: for applications to end
 _EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
-_SILENT_S = 300.0  # limit: a stage may take two minutes by default (`change.ready_timeout_s`), going back as long
+_STARTS_S = 120.0  # limit: for a controller that joins a deployment which has none
+_AWAITED_S = 300.0  # limit: for the change of another command or of the controller
+_LOGS = "`tenuto logs` shows what it says."
 _GOES_ON = "the controller goes on with the change; `tenuto control log` says how it ends"
-_HALF_DONE = (
-    "the change may be half done: run the same command again to reach the new plan, or deploy the one before; "
-    "`tenuto status` shows what runs"
-)
 _LAUNCHER = "serve/launcher"  # the process that the deployment ends with
 
 
@@ -122,7 +110,7 @@ class Operations:
         when it does not end."""
         since_s, told = time.monotonic(), ""
         while CONTROL_APPLICATION in self.states() and (why := ControllerClient().state().awaits):
-            if time.monotonic() - since_s > _SILENT_S:
+            if time.monotonic() - since_s > _AWAITED_S:
                 raise EnvironmentFaultError(f"a change is still under way ({why}). See `tenuto control log`.")
             if why != told:
                 self._progress(f"waiting for the change under way: {why}")
@@ -183,14 +171,7 @@ class Operations:
     def foresee(self, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
         """Return what going over to another deployment would do; settings in `kept` stay as they run."""
         running = self.running()
-        return preview_change(running, wanted, kept, self._strays(running))
-
-    def _strays(self, running: Deployment) -> list[str]:
-        """Return our applications that are not in the deployment: `serve deploy` leaves what other commands began.
-        Empty where a controller runs: it ends strays itself, and holds standby processes on purpose."""
-        states = self.states()
-        wanted = {application.name for application in running.config().applications}
-        return [] if CONTROL_APPLICATION in states else sorted(n for n in states if is_ours(n) and n not in wanted)
+        return preview_change(running, wanted, kept)
 
     @property
     def base_url(self) -> str:
@@ -233,7 +214,7 @@ class Operations:
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
-            return self._change(wanted, why, by, kept, has_controller=CONTROL_APPLICATION in states)
+            return self._change(wanted, why, by, kept)
         if replace:
             end_all()
         elif any(is_ours(name) for name in states):
@@ -246,27 +227,24 @@ class Operations:
             raise
         return True
 
-    def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool) -> bool:
-        running = self.running()
-        strays = self._strays(running)
-        if strays:
-            self._progress(f"ending {', '.join(strays)}: in no plan")
-            self._applications.delete(strays)
-        wanted = wanted.left_open_as(running, kept)
+    def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str]) -> bool:
+        wanted = wanted.left_open_as(self.running(), kept)
         check_policy(wanted.control, wanted.plan)
         check_nodes(wanted.config())
         if wanted.executor != "emulated":
             check_layouts(wanted.plan)
+        controller = self.controller()
         try:
-            if has_controller:
-                since_s = time.time()
-                ControllerClient().deploy(wanted, by, why)
-                lines, _ = self._follow(since_s, _is_reached)
-                return bool(_reached(lines))
-            return _carry_out(running, wanted, None, self._store, by, why, self._progress, self._sleep)
+            reached = self._progress_of(controller).await_change(controller.deploy(wanted, by, why))
         except KeyboardInterrupt:
-            self._progress(_GOES_ON if has_controller else _HALF_DONE)
+            self._progress(_GOES_ON)
             raise
+        if reached:
+            announce(KnownDeployment(cluster_address(), wanted.name, wanted.url, wanted.operator_url))
+        return reached
+
+    def _progress_of(self, controller: ControllerClient) -> ChangeProgress:
+        return ChangeProgress(controller, self._progress, self._sleep)
 
     def edit(self, make: Callable[[ControllerClient], Edits], *, waits: bool = True) -> str:
         """Have the controller change entries of the workload. Return once that is carried out, or will not be; then
@@ -280,12 +258,12 @@ class Operations:
             InvalidInputError: they cannot be changed so.
             EnvironmentFaultError: no controller runs, or it does not answer.
         """
-        since_s = time.time()
-        edits = make(self.controller())
+        since_s, controller = time.time(), self.controller()
+        edits = make(controller)
         if not waits:
             return ""
         try:
-            lines, state = self._follow(since_s, lambda state, _reached: not state.awaits and state.is_settled)
+            state, lines = self._progress_of(controller).await_edit(since_s)
         except KeyboardInterrupt:
             self._progress(_GOES_ON)
             raise
@@ -297,28 +275,6 @@ class Operations:
         if state.mode == "advise":
             why = f"{why}; the controller only advises: `tenuto control apply` carries it out"
         return f"{', '.join(undone)}: not carried out: {why}"
-
-    def _follow(
-        self, since_s: float, is_over: Callable[[ControllerState, bool | None], bool]
-    ) -> tuple[list[LogLine], ControllerState]:
-        """Report what the controller logs until something is over; return the log since, and the last state.
-
-        `is_over` receives the state and, once a change has ended, whether that was reached.
-        """
-        client, lines = ControllerClient(), list[LogLine]()
-        heard_at = time.monotonic()
-        while time.monotonic() - heard_at < _SILENT_S:
-            state = client.state()  # before the log, which then says how it ended
-            told, lines = len(lines), [line for line in client.log(100) if line.at_s >= since_s]
-            for line in lines[told:]:
-                self._progress(f"{line.kind}: {line.text}")
-                heard_at = time.monotonic()
-            if is_over(state, _reached(lines)):
-                return lines, state
-            self._sleep(0.5)
-        raise EnvironmentFaultError(
-            f"the controller has said nothing of the change for {_SILENT_S:g} s. See `tenuto control log`."
-        )
 
     def rollback(
         self, number: int | None, *, agrees: Callable[[ChangePreview], None] = lambda _foreseen: None
@@ -358,9 +314,19 @@ class Operations:
     # --- the controller -----------------------------------------------------------------------------------------------
 
     def controller(self) -> ControllerClient:
-        """Return the client of the running controller; raise `EnvironmentFaultError` when none runs."""
+        """Return the client of the controller. One is started where none runs, as after `serve deploy` of an old file.
+
+        Raises:
+            EnvironmentFaultError: nothing is deployed, or the controller does not start.
+        """
         if CONTROL_APPLICATION not in self.states():
-            raise EnvironmentFaultError("no controller runs here. Deploy with --control control.yaml.")
+            self._applications.start_controller(self.running().config())
+            self._progress("starting a controller, which takes over what runs")
+            until_s = time.monotonic() + _STARTS_S
+            while not self.states()[CONTROL_APPLICATION].is_running:
+                if time.monotonic() > until_s:
+                    raise EnvironmentFaultError(f"the controller has not started within {_STARTS_S:g} s. {_LOGS}")
+                self._sleep(0.2)
         return ControllerClient()
 
 
@@ -419,74 +385,28 @@ def begin(
     Raises:
         EnvironmentFaultError: it does not start.
     """
-    store = ClusterStore()
+    store, applications, gpulets = ClusterStore(), Applications(), len(deployment.plan.gpulets)
     _forget_life(store)
-    applications, gpulets = Applications(), len(deployment.plan.gpulets)
     gateways = deployment.gateways or fitting_gateways(applications.count_cores(), gpulets)
     deployment = deployment.model_copy(update={"nodes": applications.count_nodes(), "gateways": gateways})
     if deployment.executor != "emulated":
         check_layouts(deployment.plan)
     if ends_with_caller:
         sign_launcher(store)
+    if ground is not None:
+        keep_ground(store, *ground)
     launcher.start_serve(deployment.config())
-    reached = _carry_out(nothing_of(deployment), deployment, ground, store, by, why, progress, sleep)
-    elsewhere = applications.gateways_elsewhere() if reached else []
+    wanted = WantedDeployment(1, deployment, by, why, History(store).latest_number(), is_first=True)
+    ControlMemory(store).want(wanted)
+    applications.start_controller(deployment.config())
+    ChangeProgress(ControllerClient(), progress, sleep).await_start(1, applications.states)
+    announce(KnownDeployment(cluster_address(), deployment.name, deployment.url, deployment.operator_url))
+    elsewhere = applications.gateways_elsewhere()
     if elsewhere:
         progress(
             f"no gateway is on this machine: the deployment answers on {', '.join(elsewhere)}. Ask there, or bring it "
             f"up with --gateways {deployment.nodes}, one for each node"
         )
-
-
-def _reached(lines: Sequence[LogLine]) -> bool | None:
-    """Return whether the first change that ended was reached; None: none has ended."""
-    return next((line.reached for line in lines if line.reached is not None), None)
-
-
-def _is_reached(state: ControllerState, reached: bool | None) -> bool:
-    """Whether a change has ended, and either its traces are gone or the next one has begun."""
-    return reached is not None and (state.is_settled or state.change is not None)
-
-
-class _WithoutController(Applications):
-    """Serve for a change without the controller: it starts from the history, once the plan is reached."""
-
-    def apply(self, config: ServeConfig) -> None:
-        super().apply(replace(config, control=None))
-
-
-def _carry_out(
-    running: Deployment,
-    wanted: Deployment,
-    ground: Ground | None,
-    store: Store,
-    by: str,
-    why: str,
-    progress: Callable[[str], None],
-    sleep: Callable[[float], None],
-) -> bool:
-    """Go from one deployment to another where no controller runs; a wanted controller starts afterwards."""
-    serve, history = _WithoutController(), History(store)
-    reached = change_deployment(
-        running,
-        wanted,
-        serve,
-        gateway_status,
-        history,
-        by=by,
-        why=why,
-        layouts=NodeLayouts(),
-        tell=progress,
-        sleep=sleep,
-    )
-    version = history.latest()
-    if reached:
-        announce(KnownDeployment(cluster_address(), wanted.name, wanted.url, wanted.operator_url))
-    if reached and version is not None and wanted.control is not None:
-        if ground is not None:
-            keep_ground(store, *ground)
-        Applications().apply(version.deployment.config())
-    return reached
 
 
 def sign_launcher(store: Store) -> None:
@@ -516,9 +436,6 @@ def _await_end(left: Callable[[], list[str]], limit_s: float, sleep: Callable[[f
 def _remove(applications: Applications, store: Store) -> list[str]:
     """Drain and remove every application of ours, and forget its life; return their names."""
     ours = sorted(name for name in applications.states() if is_ours(name))
-    if CONTROL_APPLICATION in ours:
-        with suppress(EnvironmentFaultError):  # it does not answer
-            ControllerClient().retire()
     if ours:
         from ray.exceptions import ActorDiedError
 

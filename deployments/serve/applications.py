@@ -10,7 +10,7 @@ from typing import Any
 from tenuto import __version__
 from tenuto.deployments.process.limits import ANSWER_S
 from tenuto.deployments.process.ray_nodes import alive_nodes, on_node
-from tenuto.deployments.serve.building import deploy_applications
+from tenuto.deployments.serve.building import deploy_applications, start_controller
 from tenuto.deployments.serve.config import (
     CONTROL_APPLICATION,
     ENTRY_APPLICATION,
@@ -20,6 +20,7 @@ from tenuto.deployments.serve.config import (
     is_ours,
 )
 from tenuto.deployments.serve.deployment import MOST_CLIENTS, Deployment
+from tenuto.deployments.serve.discovery import retire_controller
 from tenuto.deployments.serve.states import (
     ApplicationState,
     application_details,
@@ -31,6 +32,7 @@ from tenuto.errors import EnvironmentFaultError
 
 _MOST_CHECKED_NODES = 32  # limit: nodes whose version of Tenuto is checked; it rarely differs only on the others
 _REFUSED_S = 0.2  # limit: wait for a machine to refuse a connection, which a living machine does at once
+_RETIRES_S = 30.0  # limit: the controller itself gives the look that is under way 20 s
 _CHECK_S = 90.0  # limit: a node's first worker imports Ray; on a busy machine that takes long
 
 
@@ -50,6 +52,10 @@ class Applications:
         """Run the applications of a Serve config, and remove all other applications of ours."""
         deploy_applications(config)
 
+    def start_controller(self, config: ServeConfig) -> None:
+        """Run the controller of a Serve config, beside what runs."""
+        start_controller(config)
+
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""
         return application_states()
@@ -62,7 +68,7 @@ class Applications:
         """
         details = application_details()
         entry = details.get(ENTRY_APPLICATION)
-        if entry is None or entry["status"] == "DELETING":
+        if entry is None or not entry["deployments"] or entry["status"] == "DELETING":
             return None
         applications = [
             {
@@ -78,13 +84,16 @@ class Applications:
         return Deployed(found, entry["source"] == "declarative")
 
     def delete(self, names: Collection[str]) -> None:
-        """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to end.
+        """Drain and remove applications: the controller and the entry first, so that nothing comes back and no request
+        comes to a gpu-let that is about to end.
 
         Raises:
             EnvironmentFaultError: Serve does not remove an application.
         """
+        if CONTROL_APPLICATION in names:
+            retire_controller(_RETIRES_S)
         first = [name for name in (CONTROL_APPLICATION, ENTRY_APPLICATION) if name in names]
-        for group in (*([name] for name in first), sorted(set(names) - set(first))):
+        for group in (first, sorted(set(names) - set(first))):
             if group:
                 delete_applications(group)
 

@@ -9,10 +9,11 @@ for a whole config. They set the same versions as Serve, so that deploying in bo
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from typing import Any
 
 from tenuto.deployments.process.limits import within
-from tenuto.deployments.serve.config import ServeConfig, is_ours
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ServeConfig, is_ours
 from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
 
 # limit: Serve's controller takes a config in well under a second, but a fresh one must first read its state
@@ -22,10 +23,25 @@ _APPLIES_S = 60.0
 def deploy_applications(config: ServeConfig) -> None:
     """Run the applications of a Serve config, and remove all other applications of ours. Serve must run. Returns before
     the applications run."""
+    running = application_states()
+    names = {application.name for application in config.applications}
+    _deploy(config, names)
+    gone = [name for name, state in running.items() if is_ours(name) and name not in names and not state.is_leaving]
+    if gone:
+        delete_applications(gone, waits=False)
+
+
+def start_controller(config: ServeConfig) -> None:
+    """Run the controller of a Serve config, beside what runs. Serve must run. Returns before the controller runs."""
+    _deploy(config, {CONTROL_APPLICATION})
+
+
+def _deploy(config: ServeConfig, names: Collection[str]) -> None:
     import ray
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(config.to_data())
+    schema.applications = [application for application in schema.applications if application.name in names]
     _update_all_at_once(schema)
     client = serve_client()
     try:
@@ -36,11 +52,7 @@ def deploy_applications(config: ServeConfig) -> None:
     except (AttributeError, ImportError, TypeError):  # a Ray with another kind of Serve, which must build by itself
         within(_APPLIES_S, client.deploy_apps, schema)
         return
-    states = application_states()
     ray.get(deploy.remote(built, arguments), timeout=_APPLIES_S)
-    gone = [name for name, state in states.items() if is_ours(name) and name not in built and not state.is_leaving]
-    if gone:
-        delete_applications(gone, waits=False)
 
 
 def _update_all_at_once(schema: Any) -> None:

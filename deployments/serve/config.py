@@ -137,15 +137,14 @@ class ServeConfig:
     entry: ServeApplication[GatewayConfig]
     dispatchers: tuple[ServeApplication[DispatcherConfig], ...]
     gpulets: tuple[ServeApplication[GpuletConfig], ...]
-    control: ServeApplication[ControlConfig] | None
+    control: ServeApplication[ControlConfig]
     proxy_port: int
     log_json: bool
 
     @property
     def applications(self) -> tuple[ServeApplication[Any], ...]:
         """All applications, the entry first."""
-        control = () if self.control is None else (self.control,)
-        return (self.entry, *self.dispatchers, *self.gpulets, *control)
+        return (self.entry, *self.dispatchers, *self.gpulets, self.control)
 
     @property
     def sockets(self) -> tuple[tuple[Listen, str], ...]:

@@ -52,6 +52,7 @@ _CORES_OF_TWO = 4  # derived: cores that two gateways need
 
 # Settings that only a new start can change (--replace).
 UNCHANGEABLE = ("executor", "host", "port", "proxy_port", "operator_port", "gateways")
+_OFF = {"mode": "off"}  # settings of a controller that changes nothing by itself
 # What stands for a setting that nobody has chosen, beside the fields that were not given.
 _OPEN = (
     ("gateways", 0),
@@ -107,7 +108,7 @@ class Deployment(StrictModel):
         nodes: the number of nodes over which gateways and dispatchers are spread, so that the loss of one node ends no
             sub-cluster. It is found when the deployment begins.
         partition: sub-cluster of every model; by default one sub-cluster holds all.
-        control: the controller's settings; None: no controller.
+        control: the controller's settings; None: it changes nothing by itself (mode off).
         workload: the declared workload; None: the models of the plan, at the rates of the plan.
     """
 
@@ -157,6 +158,7 @@ class Deployment(StrictModel):
         proxy_port = (whole.http_options or {}).get("port")
         cut = {model: int(name) for name, models in config.sub_clusters.items() for model in models}
         control = found.get(CONTROL_APPLICATION)
+        settings = _OFF if control is None else control.deployments[0].user_config.get("settings", {})
         hangs_s = parse_document(GpuletConfig, held[0], origin=f"{origin}: user_config").hangs_s if held else HANGS_S
         asked = {
             "plan": config.plan,
@@ -182,7 +184,7 @@ class Deployment(StrictModel):
             "dispatchers": config.dispatchers if cut else cls.model_fields["dispatchers"].default,
             "nodes": -(-gateway.num_replicas // gateway.max_replicas_per_node) if gateway.max_replicas_per_node else 1,
             "partition": cut if cut and (gateway.num_replicas == 1 or set(cut.values()) != {0}) else None,
-            "control": None if control is None else control.deployments[0].user_config.get("settings", {}),
+            "control": None if settings == _OFF else settings,
         }
         return parse_document(cls, asked, origin=origin)
 
@@ -346,11 +348,10 @@ class Deployment(StrictModel):
             actor=_actor_options(process),
         )
 
-    def _control(self) -> ServeApplication[ControlConfig] | None:
-        if self.control is None:
-            return None
+    def _control(self) -> ServeApplication[ControlConfig]:
         # On Serve's own head node: so the controller survives the loss of any other node and acts at once.
-        config, actor = ControlConfig(settings=self.control), ActorOptions(HEAD_NODE)
+        config = ControlConfig(settings=_OFF if self.control is None else self.control)
+        actor = ActorOptions(HEAD_NODE)
         return ServeApplication(
             CONTROL_APPLICATION, "control", "tenuto.deployments.control.controller_process", config, actor=actor
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from tenuto.deployments.process.limits import within
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name, dispatcher_name
@@ -51,6 +52,15 @@ def gateway_status() -> DispatchingStatus:
     except Exception as error:  # Ray and Serve raise many kinds; a dispatcher that restarts causes a timeout
         raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
     return found
+
+
+def retire_controller(limit_s: float) -> None:
+    """Let the controller look no more, before applications are removed: it would bring them back. When it does not
+    answer within `limit_s`, it is left as it is."""
+    from ray import serve
+
+    with suppress(Exception):  # Ray and Serve raise many kinds; it may not run
+        within(limit_s, serve.get_app_handle, CONTROL_APPLICATION).retire.remote().result(timeout_s=limit_s)
 
 
 async def beside_gateways() -> Beside:

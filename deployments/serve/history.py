@@ -125,6 +125,10 @@ class History:
         numbers = self._numbers()
         return self._read(numbers[-1]) if numbers else None
 
+    def latest_number(self) -> int:
+        """Return the number of the last version; 0 if nothing was ever deployed."""
+        return max(self._numbers(), default=0)
+
     def before(self) -> Version:
         """Return the last version with another plan than the newest; `EnvironmentFaultError` if there is none."""
         versions = self.all()

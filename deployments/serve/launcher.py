@@ -29,6 +29,7 @@ from tenuto.deployments.process.ray_address import (
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.applications import Applications, check_nodes
 from tenuto.deployments.serve.config import ServeConfig, is_ours
+from tenuto.deployments.serve.discovery import retire_controller
 from tenuto.deployments.serve.states import ApplicationState, serve_client
 from tenuto.deployments.serve.user_config import Listen
 from tenuto.errors import EnvironmentFaultError
@@ -46,6 +47,7 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
 }
+_RETIRES_S = 5.0  # limit: for the controller's last look, before its Ray ends
 _JOIN_S = 60.0  # limit: Ray itself gives a cluster's processes 30 s
 _SERVE_STARTS_S = 180.0  # limit: Serve's proxy gets 60 s (above); on a busy machine its controller takes as long before
 # limit: for the end of all processes at once (`UserConfig.ends_s`), and for the words about it
@@ -181,6 +183,7 @@ class Launcher:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             if self.owns_ray:
+                retire_controller(_RETIRES_S)
                 # Limit: Serve gives up before we do; by itself it waits 30 s.
                 within(_SERVE_ENDS_S, serve_client().shutdown, _SERVE_ENDS_S - 5.0)
                 within(_SERVE_ENDS_S, serve.shutdown)

@@ -14,7 +14,7 @@ from tenuto.placement import Plan
 
 @click.group("control", short_help="Pause, resume and query the controller of a running deployment.")
 def command() -> None:
-    """Operate the controller that `tenuto deploy --control` started.
+    """Operate the controller, which plans and acts by itself only when `tenuto deploy --control` says so.
 
     Example: tenuto control log
     """

@@ -436,7 +436,7 @@ _serving = (
             "--control",
             "control_file",
             metavar="FILE",
-            help="Run a controller with the settings in FILE. Default: none.",
+            help="Settings of the controller.  [default: mode off, it changes nothing by itself]",
         ),
         cluster_arguments,
     ),

@@ -27,7 +27,7 @@ no_wait_option = click.option(
 
 @click.group("model", short_help="Add, remove and update models of a running deployment.")
 def command() -> None:
-    """Change the workload of a deployment that has a controller.
+    """Change the workload of a deployment whose controller plans (`tenuto deploy --control`).
 
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """

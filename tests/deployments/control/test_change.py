@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
@@ -19,6 +18,7 @@ from tenuto.deployments.wire.status import DispatchingStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.planner.gpu_matching import gpus_of
+from tests.deployments.control.carried_out import change_deployment
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import make_plan, replica
 from tests.instruments.stores import DictStore
@@ -172,7 +172,7 @@ def test_bringing_up_is_a_change_from_the_empty_plan() -> None:
     assert cluster.served() == {"n0/0/a", "n0/1/a"}
     assert len(cluster.serve.configs) == 1  # everything starts at once
     assert [(version.by, version.deployment.plan) for version in cluster.history.all()] == [("deploy", HALVES)]
-    assert cluster.told[-1] == "3/3 applications run, gpu-lets connected"
+    assert cluster.told[-1] == "4/4 applications run, gpu-lets connected"
 
 
 def test_what_cannot_be_brought_up_says_why() -> None:
@@ -184,11 +184,11 @@ def test_what_cannot_be_brought_up_says_why() -> None:
         cluster.change(HALVES)
     cluster = Cluster(EMPTY)
     cluster.serve.start_s = 1e9
-    with pytest.raises(EnvironmentFaultError, match="n0/0/a, n0/1/a is not ready after 30 s"):
+    with pytest.raises(EnvironmentFaultError, match="n0/0/a, n0/1/a is not ready after 300 s"):
         cluster.change(HALVES)
     cluster = Cluster(EMPTY)
     cluster.serve.is_silent = True
-    with pytest.raises(EnvironmentFaultError, match="have not answered for 30 s"):
+    with pytest.raises(EnvironmentFaultError, match="have not answered for 360 s"):
         cluster.change(HALVES)
     assert cluster.history.all() == []
 
@@ -266,7 +266,7 @@ def test_what_cannot_be_served_so_changes_nothing() -> None:
 def test_gateways_that_are_silent_are_said() -> None:
     cluster = Cluster(HALVES)
     cluster.serve.is_silent = True
-    with pytest.raises(EnvironmentFaultError, match="have not answered"):
+    with pytest.raises(EnvironmentFaultError, match="has said nothing of the change for 360 s"):
         cluster.change(LARGER)
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.change_preview import foresee
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.serve.deployment import Deployment
@@ -22,6 +21,7 @@ from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.planner.minimal_change import changes_of, less_by
 from tenuto.placement.planner.standby import still_fitting, twins
 from tenuto.profiles import Profiles
+from tests.deployments.control.carried_out import change_deployment
 from tests.deployments.control.desk import Desk
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import gpu, make_plan, request

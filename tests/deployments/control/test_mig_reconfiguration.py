@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.live import LiveSystem
 from tenuto.deployments.machines.node_layouts import CutOrder
 from tenuto.deployments.serve.config import ServeConfig
@@ -19,6 +18,7 @@ from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.planner.gpu_matching import gpus_of, renamed
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LinearLatency
+from tests.deployments.control.carried_out import change_deployment
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.stores import DictStore
 

@@ -7,9 +7,9 @@ import sys
 from types import FrameType
 from typing import Any
 
-from tenuto.deployments.control.change import change_deployment, nothing_of
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
+from tests.deployments.control.carried_out import change_deployment, nothing_of
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.forking import ROOT
 from tests.instruments.plans import make_plan
@@ -68,6 +68,6 @@ def visited() -> set[str]:
 
 def test_a_change_stays_on_the_walk_of_a_deployment() -> None:
     walk, seen = named(), visited()
-    assert {"deployments/control/change.py", "deployments/serve/config.py"} <= seen
+    assert {"deployments/control/change_progress.py", "deployments/serve/config.py"} <= seen
     assert {file for file in seen if file.rpartition("/")[2].removesuffix(".py") not in KNOWN} <= walk
     assert len(walk) <= MOST_STAYS

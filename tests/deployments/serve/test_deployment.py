@@ -25,11 +25,13 @@ def of(plan=PLAN, **how: object) -> Deployment:  # type: ignore[no-untyped-def]
     return Deployment.model_validate({"plan": plan.to_data(), "executor": "emulated", **how})
 
 
-def test_a_controller_is_an_application_of_its_own() -> None:
-    names = [application.name for application in of().config().applications]
-    with_control = [each.name for each in of(control={"mode": "act"}).config().applications]
-    assert with_control == [*names, CONTROL_APPLICATION]
-    assert all(map(is_ours, with_control))
+def test_a_controller_always_runs_and_changes_nothing_by_itself_unless_told_to() -> None:
+    for control, settings in ((None, {"mode": "off"}), ({"mode": "act"}, {"mode": "act"})):
+        config = of(control=control).config()
+        assert (config.control.name, config.control.user_config.settings) == (CONTROL_APPLICATION, settings)
+        assert config.applications[-1] == config.control
+        assert all(is_ours(application.name) for application in config.applications)
+        assert Deployment.from_data(config.to_data()).control == control
     assert not is_ours("somebody-else")
 
 

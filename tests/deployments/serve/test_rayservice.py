@@ -53,6 +53,7 @@ def test_a_gateway_is_in_every_pod_and_gpulets_are_on_their_nodes() -> None:
         "dispatcher-0": None,
         "gpulet-left-0-a": {"tenuto-node": "left"},
         "gpulet-right-0-a": {"tenuto-node": "right"},
+        "tenuto-control": None,
     }
 
 
