@@ -1,6 +1,6 @@
 """Follows a change that the controller carries out, until it is over, and reports its log meanwhile.
 
-Every wanted deployment has a number, and every state and log line of the controller says of which number it speaks. So
+Every desired deployment has a number, and every state and log line of the controller says of which number it speaks. So
 a command waits for its own deployment, and learns when another command has wanted another one.
 """
 
@@ -84,8 +84,8 @@ class ChangeProgress:
         return end is not None and state.is_settled
 
     def await_change(self, number: int) -> bool:
-        """Return whether the wanted deployment with this number was reached, once the change is over and its traces are
-        gone, or the next change has begun. When it was not reached, the previous deployment runs again.
+        """Return whether the desired deployment with this number was reached, once the change is over and its traces
+        are gone, or the next change has begun. When it was not reached, the previous deployment runs again.
 
         Raises:
             EnvironmentFaultError: another command wanted another deployment meanwhile, or the controller is silent.
@@ -127,7 +127,7 @@ class ChangeProgress:
 
 
 def _end_of(number: int, state: ControllerState, lines: Sequence[LogLine]) -> LogLine | None:
-    """Return the line that ends the change to a wanted deployment; None: the change goes on.
+    """Return the line that ends the change to a desired deployment; None: the change goes on.
 
     Raises:
         EnvironmentFaultError: another deployment was wanted before the change was over.

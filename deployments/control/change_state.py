@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.change_rate_limit import ChangeRateLimit
+from tenuto.deployments.control.change_table import ChangeEvent, Phase, next_phase
 from tenuto.deployments.control.estimates import FOLLOW
 from tenuto.deployments.control.interface import Apply, Decision, Observation
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
@@ -23,8 +24,9 @@ _FIRST_READY_S = 300.0  # limit: at the first start, a busy machine also starts 
 
 
 class ChangeState:
-    """Invariant: at most one change at a time. `plan` was applied last, `change` is under way, `proving` was made just
-    now, `standby` are the idle processes beside the plan."""
+    """Invariant: at most one change at a time, which goes from state to state as `change_table` says. `plan` was
+    applied last, `change` is under way, `proving` was made just now, `standby` are the idle processes beside the
+    plan."""
 
     def __init__(self, settings: ControlSettings, memory: Memory, decide: Callable[[Decision], None]) -> None:
         """Go on from memory; `decide` receives the decisions."""
@@ -35,6 +37,20 @@ class ChangeState:
         self.pace = ChangeRateLimit(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
         self.gpus: tuple[Gpu, ...] = ()
         self.standby: tuple[Standby, ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        """The state of the change."""
+        if self.change is None:
+            return Phase.NONE if self.proving is None else Phase.PROVING
+        return Phase.GOING_BACK if self.change.is_rollback else Phase.UNDER_WAY
+
+    def _move(self, event: ChangeEvent, change: ChangeUnderWay | None = None) -> None:
+        """Go to the state after an event. `change`: the one that is under way, or to be proved, from then on."""
+        phase = next_phase(self.phase, event)
+        self.proving = change if phase is Phase.PROVING else None
+        self.change = None if phase is Phase.PROVING else change
+        assert self.phase is phase, (event, phase)
 
     @property
     def usable(self) -> tuple[Gpu, ...]:
@@ -61,7 +77,7 @@ class ChangeState:
                 _withdrawn(plan, name) for plan in (self.change.origin, self.change.target, self.change.stage)
             )
             self.change = replace(self.change, origin=origin, target=target, stage=stage)
-        self.proving = None
+        self._move(ChangeEvent.WITHDRAWN, self.change)
         self.apply(self.plan, why)
 
     def begin(
@@ -70,24 +86,18 @@ class ChangeState:
         """Begin a change; `suffered` are the models that already lost too much before it."""
         origin, running = self.plan, self.here(self.plan)
         self.pace.begun(now_s)
-        self.proving = None
         change = ChangeUnderWay(origin, target, running, now_s, now_s, why, suffered=tuple(suffered))
-        if _drains_s(change):  # requests may still wait for a version that was withdrawn lately
-            self.change = change
-        else:
+        self._move(ChangeEvent.BEGUN, change)
+        if not _drains_s(change):  # else requests may still wait for a version that was withdrawn lately
             self._step(change, running, rates_rps)
 
     def take_over(self, now_s: float, target: Plan, why: str, suffered: Sequence[str]) -> None:
         """Begin a change to a plan whose processes all run already, such as standby processes."""
         origin = self.plan
         self.pace.begun(now_s)
-        self.proving = None
-        self.change = ChangeUnderWay(origin, target, target, now_s, now_s, why, suffered=tuple(suffered))
+        change = ChangeUnderWay(origin, target, target, now_s, now_s, why, suffered=tuple(suffered))
+        self._move(ChangeEvent.BEGUN, change)
         self.apply(target, why)
-
-    def leave(self) -> None:
-        """Stop a change where it is."""
-        self.change = self.proving = None
 
     def lose(self, now_s: float, lost: Sequence[str]) -> None:
         """Handle the loss of GPUs in use. From now on their loss explains lost requests, and an earlier failed change
@@ -95,14 +105,14 @@ class ChangeState:
         self.pace.forgive()
         if self.change is not None:
             self._decide(journal.abandoned(now_s, lost))
-        self.leave()
+        self._move(ChangeEvent.GPU_LOST)
 
     def look(self, now_s: float, seen: Observation, rates_rps: Mapping[str, float]) -> str | None:
         """Apply the next stage when the gpu-lets of this one are ready; take the change back when they fail. Return why
         going back failed, if it failed."""
         change = self.change
         if self.proving is not None and now_s - self.proving.stage_since_s > self._settings.prove_s:
-            self.proving = None
+            self._move(ChangeEvent.PROVED)
             self.pace.proved()
         if change is None:
             return None
@@ -133,18 +143,20 @@ class ChangeState:
             return
         stage = stage or change.target  # all of it runs, except what never came
         is_last = stage is change.target or stage.to_data() == change.target.to_data()
-        self.change = replace(change, stage=stage)
+        self._move(ChangeEvent.STAGE_READY, replace(change, stage=stage))
         what = "back to the previous plan" if change.is_rollback else change.why
         self.apply(stage, f"{what}{'' if is_last else ' (a stage of the change)'}")
 
     def _end(self, change: ChangeUnderWay) -> None:
-        self.change = None
         now_s = change.stage_since_s
         if change.is_rollback:
+            self._move(ChangeEvent.REACHED)
             self._decide(journal.rolled_back(now_s, now_s - change.begun_s))
             return
         self._decide(journal.changed(now_s, change.why, now_s - change.begun_s))
-        self.proving = change if self._proves else None
+        self._move(ChangeEvent.REACHED, change)
+        if not self._proves:
+            self._move(ChangeEvent.PROVED)
 
     def _remember_duration(self, change: ChangeUnderWay, lasts_s: float) -> None:
         if lasts_s <= self._look_s:
@@ -174,9 +186,8 @@ class ChangeState:
             rates_rps: by model.
             held: gpu-lets that serve now; default: those of the previous plan.
         """
-        self.proving = None
         if change.is_rollback or not change.origin.gpulets:
-            self.change = None
+            self._move(ChangeEvent.FAILED if change.is_rollback else ChangeEvent.START_FAILED)
             self._decide(journal.stuck(now_s, why, is_first=not change.is_rollback))
             return why
         self._decide(journal.taken_back(now_s, why, self.pace.failed(now_s)))
@@ -184,7 +195,9 @@ class ChangeState:
         if held is None:
             held = [gpulet for gpulet in change.stage.gpulets if gpulet.id in before]
         now, origin = self.here(change.stage, held), self.here(change.origin)
-        self._step(ChangeUnderWay(change.stage, origin, now, now_s, now_s, why, is_rollback=True), now, rates_rps)
+        back = ChangeUnderWay(change.stage, origin, now, now_s, now_s, why, is_rollback=True)
+        self._move(ChangeEvent.FAILED, back)
+        self._step(back, now, rates_rps)
         return None
 
 

@@ -192,7 +192,6 @@ class Controller:
         undrained = [name for name in self.plan.drained if name not in target.drained]
         self._set_came(undrained, f"{', '.join(undrained)} is no longer drained")
         self._standby_of = None  # they may have to wait elsewhere now
-        self._changing.leave()
         self._begin(target, why)
 
     def refused(self, now_s: float, why: str) -> None:

@@ -22,7 +22,7 @@ from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import Live, LiveSystem, OvertakenError, Planner
 from tenuto.deployments.control.planner import NoPlanner, PlannerProcess
-from tenuto.deployments.control.remembered import ControlMemory, Memory, WantedDeployment
+from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment, Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.version_edits import Edits, checked, promoted, to_take_back, with_version
 from tenuto.deployments.machines.node_layouts import NodeLayouts
@@ -385,7 +385,7 @@ def begun_from(
     history: History, stored: ControlMemory, running: Deployment | None, *, is_found: bool = False
 ) -> tuple[Deployment, Memory] | None:
     """Return what the controller begins from: the deployment whose settings are in force, and its memory. None when
-    nothing is deployed or wanted.
+    nothing is deployed or desired.
 
     Args:
         history: of the deployment.
@@ -393,34 +393,36 @@ def begun_from(
         running: what is deployed; None: nothing.
         is_found: whether `serve deploy` brought it, and nobody knew.
     """
-    version, wanted, memory = history.latest(), stored.wanted(), stored.read()
-    is_first = wanted is not None and wanted.is_first and memory is None
+    version, desired, memory = history.latest(), stored.desired(), stored.read()
+    is_first = desired is not None and desired.is_first and memory is None
     is_known = memory is not None and (
         memory.change is not None or running is None or memory.plan.gpulets == running.plan.gpulets
     )
     if running is not None and not is_first and (is_found or not is_known):
         # Deployed without this controller, whose memory speaks of another plan.
-        number = 1 if wanted is None else wanted.number + 1
+        number = 1 if desired is None else desired.number + 1
         memory = Memory(running.plan, running.workload or running.plan.workload, number=number)
         stored.write(memory)
-        stored.want(WantedDeployment(number, running, "serve deploy", "found running", history.latest_number()))
+        stored.write_desired(
+            DesiredDeployment(number, running, "serve deploy", "found running", history.latest_number())
+        )
         return running, memory
-    if wanted is None:
+    if desired is None:
         return None if running is None or memory is None else (running, memory)
-    if version is not None and version.number > wanted.after:
+    if version is not None and version.number > desired.after:
         deployment = version.deployment  # it has been reached
-    elif memory is not None and memory.number == wanted.number:
-        deployment = wanted.deployment  # the change to it is under way
-    elif wanted.is_first or version is None:
-        deployment = nothing_of(wanted.deployment)
+    elif memory is not None and memory.number == desired.number:
+        deployment = desired.deployment  # the change to it is under way
+    elif desired.is_first or version is None:
+        deployment = nothing_of(desired.deployment)
     else:
         deployment = version.deployment  # it has not begun
     return deployment, memory or Memory(deployment.plan, deployment.workload or deployment.plan.workload)
 
 
-def nothing_of(wanted: Deployment) -> Deployment:
+def nothing_of(deployment: Deployment) -> Deployment:
     """Return the deployment with an empty plan: what runs before it is brought up."""
-    return wanted.model_copy(update={"plan": Plan(policy=wanted.plan.policy)})
+    return deployment.model_copy(update={"plan": Plan(policy=deployment.plan.policy)})
 
 
 def _check_plans(controller: Controller) -> None:

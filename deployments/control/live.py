@@ -18,7 +18,7 @@ from msgspec import structs
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, Decision, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
-from tenuto.deployments.control.remembered import ControlMemory, WantedDeployment
+from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
@@ -499,9 +499,9 @@ class Live:
             planner: makes plans.
             history: records every plan that was reached.
             by: who makes the changes, for the history.
-            memory: stores the controller's memory; None: nobody does. When a deployment is wanted there with another
+            memory: stores the controller's memory; None: nobody does. When a deployment is desired there with another
                 number, the first look begins to go over to it.
-            number: of the wanted deployment that the controller follows.
+            number: of the desired deployment that the controller follows.
             want_gpus: asks the cluster for GPUs by type.
             tell: receives every entry of the log.
         """
@@ -515,13 +515,13 @@ class Live:
         self._tell = tell
         self._written_s, self._written = 0.0, controller.workload  # the last memory: when, and its workload
         self._number = number
-        wanted = None if memory is None else memory.wanted()
-        self._wanted = wanted if wanted is not None and wanted.number > number else None  # not begun yet
+        desired = None if memory is None else memory.desired()
+        self._desired = desired if desired is not None and desired.number > number else None  # not begun yet
         self._has_looked = False
         change = controller.change
-        is_its_change = wanted is not None and change is not None and change.why == wanted.why
+        is_its_change = desired is not None and change is not None and change.why == desired.why
         self._next_by = (
-            wanted.by if wanted is not None and is_its_change else None
+            desired.by if desired is not None and is_its_change else None
         )  # who asked for the change under way
 
     def state(self) -> ControllerState:
@@ -558,23 +558,23 @@ class Live:
             InvalidInputError: it cannot be served, or changes the executor; nothing was changed.
         """
         self.system.check(deployment, renamed(deployment.plan, self.controller.plan))
-        number = (self._number if self._wanted is None else self._wanted.number) + 1
-        self._wanted = WantedDeployment(number, deployment, by, why, self._history.latest_number())
+        number = (self._number if self._desired is None else self._desired.number) + 1
+        self._desired = DesiredDeployment(number, deployment, by, why, self._history.latest_number())
         if self._memory is not None:
-            self._memory.want(self._wanted)
+            self._memory.write_desired(self._desired)
         if self._has_looked:
             self._go_over(now_s)
         return number
 
     def _go_over(self, now_s: float) -> None:
-        """Begin to change to the wanted deployment, if it is a new one."""
-        wanted, self._wanted = self._wanted, None
-        if wanted is None:
+        """Begin to change to the desired deployment, if it is a new one."""
+        desired, self._desired = self._desired, None
+        if desired is None:
             return
-        self._number, self._next_by = wanted.number, wanted.by
-        plan = renamed(wanted.deployment.plan, self.controller.plan)
-        self.system.settle(wanted.deployment, plan, now_s)
-        self.controller.deploy(now_s, plan, wanted.why, self.system.gpus(), wanted.deployment.workload)
+        self._number, self._next_by = desired.number, desired.by
+        plan = renamed(desired.deployment.plan, self.controller.plan)
+        self.system.settle(desired.deployment, plan, now_s)
+        self.controller.deploy(now_s, plan, desired.why, self.system.gpus(), desired.deployment.workload)
         self.carry_out(now_s)
 
     def carry_out(self, now_s: float) -> None:

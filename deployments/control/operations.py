@@ -16,7 +16,7 @@ from tenuto.deployments.control.change_preview import ChangePreview, preview_cha
 from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller_client import ControllerClient
 from tenuto.deployments.control.controller_process import keep_ground, read_ground
-from tenuto.deployments.control.remembered import ControlMemory, WantedDeployment
+from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edits
 from tenuto.deployments.machines.node_layouts import check_layouts
@@ -396,8 +396,8 @@ def begin(
     if ground is not None:
         keep_ground(store, *ground)
     launcher.start_serve(deployment.config())
-    wanted = WantedDeployment(1, deployment, by, why, History(store).latest_number(), is_first=True)
-    ControlMemory(store).want(wanted)
+    desired = DesiredDeployment(1, deployment, by, why, History(store).latest_number(), is_first=True)
+    ControlMemory(store).write_desired(desired)
     applications.start_controller(deployment.config())
     ChangeProgress(ControllerClient(), progress, sleep).await_start(1, applications.states)
     announce(KnownDeployment(cluster_address(), deployment.name, deployment.url, deployment.operator_url))

@@ -43,7 +43,7 @@ class ChangeUnderWay:
 @dataclass(frozen=True)
 class Memory:
     """What survives the controller. `plan` was applied last, `workload` is declared, `edits` are entries that `tenuto
-    model` set or removed (None) since the last plan file. `number`: of the wanted deployment that it followed."""
+    model` set or removed (None) since the last plan file. `number`: of the desired deployment that it followed."""
 
     plan: Plan
     workload: Workload
@@ -75,9 +75,9 @@ _FORM = TypeAdapter(Memory)
 
 
 @dataclass(frozen=True)
-class WantedDeployment:
+class DesiredDeployment:
     """The deployment that an operator wants. Each one has the next `number`. `by` and `why` are for the history;
-    `after`: the newest version of the history when it was wanted, 0 for none; `is_first`: nothing ran then."""
+    `after`: the newest version of the history when it was asked for, 0 for none; `is_first`: nothing ran then."""
 
     number: int
     deployment: Deployment
@@ -88,9 +88,9 @@ class WantedDeployment:
 
 
 class ControlMemory:
-    """Stores the wanted deployment, the controller's memory and the newest entries of its log."""
+    """Stores the desired deployment, the controller's memory and the newest entries of its log."""
 
-    _WANTED, _MEMORY, _LOG = "control/wanted", "control/memory", "control/log"
+    _DESIRED, _MEMORY, _LOG = "control/desired", "control/memory", "control/log"
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -111,19 +111,19 @@ class ControlMemory:
         """Store the memory."""
         self._store.put(self._MEMORY, json.dumps(memory.to_data()).encode())
 
-    def wanted(self) -> WantedDeployment | None:
-        """Return the deployment that was wanted last; None before the first."""
-        raw = self._store.get(self._WANTED)
+    def desired(self) -> DesiredDeployment | None:
+        """Return the deployment that was desired last; None before the first."""
+        raw = self._store.get(self._DESIRED)
         if raw is None:
             return None
         data = json.loads(raw)
-        deployment = parse_document(Deployment, data.pop("deployment"), origin="wanted deployment")
-        return WantedDeployment(deployment=deployment, **data)
+        deployment = parse_document(Deployment, data.pop("deployment"), origin="desired deployment")
+        return DesiredDeployment(deployment=deployment, **data)
 
-    def want(self, wanted: WantedDeployment) -> None:
-        """Store the wanted deployment."""
-        deployment = wanted.deployment.model_dump(mode="json", exclude_defaults=True)
-        self._store.put(self._WANTED, json.dumps({**vars(wanted), "deployment": deployment}).encode())
+    def write_desired(self, desired: DesiredDeployment) -> None:
+        """Store the desired deployment."""
+        deployment = desired.deployment.model_dump(mode="json", exclude_defaults=True)
+        self._store.put(self._DESIRED, json.dumps({**vars(desired), "deployment": deployment}).encode())
 
     def add(self, entry: LogLine) -> None:
         """Append to the log."""
@@ -136,6 +136,6 @@ class ControlMemory:
 
     def clear(self) -> None:
         """Forget everything."""
-        for key in (self._WANTED, self._MEMORY, self._LOG):
+        for key in (self._DESIRED, self._MEMORY, self._LOG):
             self._store.delete(key)
         self._log.clear()

@@ -352,7 +352,7 @@ class GatewayReport(_Told, frozen=True, kw_only=True):
 class LogLine(msgspec.Struct, frozen=True):
     """An entry of the controller's log: its kind, a text for people, and the figures behind it. `reached`: for the
     entry that ends a change, whether the plan was reached; None for all others. `version`: when a new version runs
-    since this entry, the reason for the history; else None. `number`: of the wanted deployment that it speaks of."""
+    since this entry, the reason for the history; else None. `number`: of the desired deployment that it speaks of."""
 
     at_s: float
     kind: str
@@ -375,7 +375,7 @@ class ControllerState(_Told, frozen=True, kw_only=True):
     plan; `slowdowns`: measured over profiled latency by program; `cutting`: MIG instances of the plan, and whole GPUs,
     that have to be cut yet; `sought`: why a plan for a changed workload is sought, empty when none is; `obstacle`: what
     forbids any change now, empty when nothing does; `is_settled`: the gateways follow the plan, and nothing runs beyond
-    it; `number`: of the wanted deployment that this state speaks of."""
+    it; `number`: of the desired deployment that this state speaks of."""
 
     mode: str = ""
     paused: bool = False

@@ -1,4 +1,4 @@
-"""A change goes on when the command or the controller is killed, and of two wanted deployments the last one counts."""
+"""A change goes on when the command or the controller is killed, and of two desired deployments the last one counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller_process import begun_from
-from tenuto.deployments.control.remembered import ControlMemory, WantedDeployment
+from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
@@ -91,8 +91,8 @@ def test_a_first_start_goes_on_without_its_command_and_after_the_controller_was_
     cluster.serve, cluster.history = FakeServe(None), History(cluster.store)
     if ran_before:  # and was deleted
         cluster.history.add(THIRD, "serve", "before")
-    wanted = WantedDeployment(1, FIRST, "serve", "a test", cluster.history.latest_number(), is_first=True)
-    cluster.stored.want(wanted)
+    wanted = DesiredDeployment(1, FIRST, "serve", "a test", cluster.history.latest_number(), is_first=True)
+    cluster.stored.write_desired(wanted)
     cluster.start_controller()
     cluster.pass_time(seconds)
     cluster.start_controller()
@@ -118,7 +118,7 @@ def test_a_first_start_that_fails_says_so_keeps_no_version_and_can_be_followed_b
     cluster = Cluster.__new__(Cluster)
     cluster.store = DictStore()
     cluster.serve, cluster.history = FakeServe(None), History(cluster.store)
-    cluster.stored.want(WantedDeployment(1, FIRST, "serve", "a test", is_first=True))
+    cluster.stored.write_desired(DesiredDeployment(1, FIRST, "serve", "a test", is_first=True))
     cluster.start_controller()
     cluster.serve.broken = {"gpulet-n0-0-a": "RuntimeError: the weights are missing"}
     cluster.pass_time(10.0)
