@@ -55,42 +55,37 @@ class ChangePreview:
         return self.is_same and not is_touched and all(setting.stays for setting in self.settings)
 
 
-def preview_change(
-    running: Deployment, wanted: Deployment, kept: Collection[str] = (), strays: Collection[str] = ()
-) -> ChangePreview:
+def preview_change(running: Deployment, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
     """Return what a change from one deployment to another does, where the settings in `kept` stay as they run."""
-    found, after = foresee(running.plan, wanted.plan, strays), wanted.left_open_as(running)
+    preview, after = preview_plan(running.plan, wanted.plan), wanted.left_open_as(running)
     settings = [
         SettingChange(name, _shown(running.setting(name)), _shown(after.setting(name)), name in kept)
         for name in sorted(Deployment.model_fields.keys() - {"plan", "workload", "name", "nodes"})
         if after.setting(name) != running.setting(name) and not (name in kept and wanted.leaves_open(name))
     ]
-    return replace(found, settings=tuple(settings))
+    return replace(preview, settings=tuple(settings))
 
 
 def _shown(value: object) -> str:
     return "none" if value is None else str(value) if isinstance(value, str | int | float) else ""
 
 
-def foresee(running: Plan, wanted: Plan, strays: Collection[str] = ()) -> ChangePreview:
-    """Return what a change from `running` to `wanted` does, make before break, after strays (gpu-lets in no plan) are
-    ended."""
+def preview_plan(running: Plan, wanted: Plan) -> ChangePreview:
+    """Return what a change from `running` to `wanted` does, make before break."""
     target = renamed(wanted, running)
     rates = {spec.name: spec.rate_rps for spec in wanted.models}
-    there = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
+    running_ids = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
     served = dict.fromkeys(replica.name for gpulet in running.gpulets for replica in gpulet.models)
     steps = []
     for stage in stages(running, target, gpus_of(running, target), rates):
-        holds = {r.name for g in stage.plan.gpulets if g.id in stage.ready | there for r in g.models}
-        asked = {spec.name for spec in stage.plan.models}
+        holds = {r.name for g in stage.plan.gpulets if g.id in stage.ready | running_ids for r in g.models}
+        planned = {spec.name for spec in stage.plan.models}
         ids = {gpulet.id for gpulet in stage.plan.gpulets}
-        without = tuple(name for name in served if name in asked - holds)
+        without = tuple(name for name in served if name in planned - holds)
         steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - stage.ready)), without))
-    kept = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
-    ended = tuple(GpuletChange(name, "stop", ("it runs and is in no plan",)) for name in strays)
-    changes = (*ended, *diff(running, target))
-    lost = tuple(name for name in served if name not in kept)
+    served_after = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
+    lost = tuple(name for name in served if name not in served_after)
     undrained = tuple(name for name in running.drained if name not in wanted.drained)
     layouts = layout_changes(running, target)
     is_same = target.to_data() == running.to_data()
-    return ChangePreview(changes, tuple(steps), lost, wanted.drained, undrained, layouts, is_same=is_same)
+    return ChangePreview(diff(running, target), tuple(steps), lost, wanted.drained, undrained, layouts, is_same=is_same)

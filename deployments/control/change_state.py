@@ -34,7 +34,7 @@ class ChangeState:
         self._proves = settings.mode != "off"  # takes a change back whose plan loses requests
         self.plan, self.change, self.proving = memory.plan, memory.change, memory.proving
         self.durations = memory.durations or Durations(settings.change.start_s, settings.change.load_s)
-        self.pace = ChangeRateLimit(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
+        self.rate_limit = ChangeRateLimit(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
         self.gpus: tuple[Gpu, ...] = ()
         self.standby: tuple[Standby, ...] = ()
 
@@ -85,7 +85,7 @@ class ChangeState:
     ) -> None:
         """Begin a change; `suffered` are the models that already lost too much before it."""
         origin, running = self.plan, self.here(self.plan)
-        self.pace.begun(now_s)
+        self.rate_limit.begun(now_s)
         change = ChangeUnderWay(origin, target, running, now_s, now_s, why, suffered=tuple(suffered))
         self._move(ChangeEvent.BEGUN, change)
         if not _drains_s(change):  # else requests may still wait for a version that was withdrawn lately
@@ -94,7 +94,7 @@ class ChangeState:
     def take_over(self, now_s: float, target: Plan, why: str, suffered: Sequence[str]) -> None:
         """Begin a change to a plan whose processes all run already, such as standby processes."""
         origin = self.plan
-        self.pace.begun(now_s)
+        self.rate_limit.begun(now_s)
         change = ChangeUnderWay(origin, target, target, now_s, now_s, why, suffered=tuple(suffered))
         self._move(ChangeEvent.BEGUN, change)
         self.apply(target, why)
@@ -102,7 +102,7 @@ class ChangeState:
     def lose(self, now_s: float, lost: Sequence[str]) -> None:
         """Handle the loss of GPUs in use. From now on their loss explains lost requests, and an earlier failed change
         does not delay the change that is needed now."""
-        self.pace.forgive()
+        self.rate_limit.forgive()
         if self.change is not None:
             self._decide(journal.abandoned(now_s, lost))
         self._move(ChangeEvent.GPU_LOST)
@@ -113,7 +113,7 @@ class ChangeState:
         change = self.change
         if self.proving is not None and now_s - self.proving.stage_since_s > self._settings.prove_s:
             self._move(ChangeEvent.PROVED)
-            self.pace.proved()
+            self.rate_limit.proved()
         if change is None:
             return None
         waiting = {gpulet.id for gpulet in change.stage.gpulets} - seen.ready
@@ -190,7 +190,7 @@ class ChangeState:
             self._move(ChangeEvent.FAILED if change.is_rollback else ChangeEvent.START_FAILED)
             self._decide(journal.stuck(now_s, why, is_first=not change.is_rollback))
             return why
-        self._decide(journal.taken_back(now_s, why, self.pace.failed(now_s)))
+        self._decide(journal.taken_back(now_s, why, self.rate_limit.failed(now_s)))
         before = {gpulet.id for gpulet in change.origin.gpulets}
         if held is None:
             held = [gpulet for gpulet in change.stage.gpulets if gpulet.id in before]

@@ -1,9 +1,9 @@
 """The controller: observations and time go in, decisions with their reasons come out; no I/O, no clock, no randomness.
 
-Read it from `observe` down. Every look goes the same way. First the controller learns (`learned`). Then it moves a
-change under way one step on (`changing`), or looks for reasons to plan again and asks (`questions`). A plan comes back
-through `planned`, and becomes a change if it pays. The running gpu-lets serve all the while. When no plan comes, or it
-breaks a rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
+Read it from `observe` down. Every look goes the same way. First the controller learns (`estimates`). Then it moves a
+change under way one step on (`change_state`), or looks for reasons to plan again and asks (`planner_requests`). A plan
+comes back through `planned`, and becomes a change if it pays. The running gpu-lets serve all the while. When no plan
+comes, or it breaks a rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Controller:
         self.paused = memory.paused
         self._workload = memory.workload
         self._decisions: list[Decision] = []
-        self._learned = Estimates(settings, memory)
-        self._changing = ChangeState(settings, memory, self._decisions.append)
+        self._estimates = Estimates(settings, memory)
+        self._change_state = ChangeState(settings, memory, self._decisions.append)
         planned_rps = {spec.name: spec.rate_rps for spec in memory.plan.models}
         self._questions = PlannerRequests(planned_rps, settings)
         self._reasons: dict[Reason, str] = {}  # why to plan again
@@ -72,11 +72,11 @@ class Controller:
     def observe(self, now_s: float, seen: Observation) -> None:
         """Take one look."""
         self._now_s = now_s
-        news = self._learned.observe(now_s, seen)
+        news = self._estimates.observe(now_s, seen)
         lost = self._notice_gpus(seen.gpus)
         self._go_on(seen, news)
         self._judge_canaries(seen)
-        if self.change is None and self._changing.standby:
+        if self.change is None and self._change_state.standby:
             self._let_standby_take_over(news, seen.ready, is_news=news.jumped or lost)
         if self.change is None and self.mode != "off":
             self._find_reasons(news)
@@ -89,7 +89,9 @@ class Controller:
         if asked is None or asked.number != number:
             return
         questions.out = None
-        if asked.gpus != self._changing.gpus:  # planned for other GPUs: the next look asks again for the same reasons
+        if (
+            asked.gpus != self._change_state.gpus
+        ):  # planned for other GPUs: the next look asks again for the same reasons
             questions.forget_answer()
             return
         reasons, self._reasons = self._reasons, {}
@@ -123,7 +125,7 @@ class Controller:
             told = journal.weighed(Kind.RATES, *weighed)
             self._mention(told)
             if self.mode == "act":
-                self._changing.apply(plan, told.text)
+                self._change_state.apply(plan, told.text)
             return
         is_saving = worth.only_saves and Reason.WORKLOAD not in reasons  # an operator asks for more than to save
         obstacle = self._obstacle(saves_only=is_saving)
@@ -147,7 +149,7 @@ class Controller:
         """Serve these models from now on; the declared rate of a new one is its first estimate."""
         before, after = ({spec.name for spec in each.models} for each in (self._workload, workload))
         self._workload = workload
-        self._learned.set_workload(workload, self.plan)
+        self._estimates.set_workload(workload, self.plan)
         self._reasons[Reason.WORKLOAD] = (
             f"the workload changed ({', '.join(sorted(before ^ after) or ['its entries'])})"
         )
@@ -162,7 +164,7 @@ class Controller:
 
     def withdraw(self, name: str, why: str) -> None:
         """Take a version back: it gets no more requests, and its place becomes free."""
-        self._changing.withdraw(name, why)
+        self._change_state.withdraw(name, why)
         self.edit(without(self._workload, {name}))
 
     def _edited(self, workload: Workload) -> Workload:
@@ -178,7 +180,7 @@ class Controller:
         `gpus`: those present, with those that the plan brings. `declared`: the workload, when it differs from the
         plan's; edits since the last plan file stay, but models get the versions and shares that they have in the plan.
         """
-        self._now_s, self._changing.gpus = now_s, gpus
+        self._now_s, self._change_state.gpus = now_s, gpus
         if declared is None:
             self._edits.clear()
         else:
@@ -228,7 +230,7 @@ class Controller:
     @property
     def plan(self) -> Plan:
         """The plan that was applied last."""
-        return self._changing.plan
+        return self._change_state.plan
 
     @property
     def workload(self) -> Workload:
@@ -238,27 +240,27 @@ class Controller:
     @property
     def change(self) -> ChangeUnderWay | None:
         """The change that is under way."""
-        return self._changing.change
+        return self._change_state.change
 
     @property
     def rates(self) -> Rates:
         """The estimates of the rates."""
-        return self._learned.rates
+        return self._estimates.rates
 
     def memory(self) -> Memory:
         """Return what outlives the controller; write it whenever `drain` returned something."""
-        learned, changing = self._learned, self._changing
+        estimates, change_state = self._estimates, self._change_state
         return Memory(
             self.plan,
             self._workload,
-            learned.rates.memory(),
-            dict(learned.slowdowns),
-            dict(learned.surplus),
-            changing.durations,
-            *changing.pace.memory(),
+            estimates.rates.memory(),
+            dict(estimates.slowdowns),
+            dict(estimates.surplus),
+            change_state.durations,
+            *change_state.rate_limit.memory(),
             self.paused,
-            changing.change,
-            changing.proving,
+            change_state.change,
+            change_state.proving,
             dict(self._edits),
         )
 
@@ -272,7 +274,7 @@ class Controller:
             policy=(self._settings.policy or self.plan.policy).name,
             rates_rps=self.rates.mean_rps,
             planned_for_rps=self._traffic().upper_rps,
-            slowdowns=dict(self._learned.slowdowns),
+            slowdowns=dict(self._estimates.slowdowns),
             sought=self._reasons.get(Reason.WORKLOAD, ""),
             obstacle="the mode is off" if self.mode == "off" else self._obstacle(saves_only=False) or "",
         )
@@ -281,7 +283,7 @@ class Controller:
 
     def _traffic(self, lasting_s: float = 0.0) -> Traffic:
         """Return the traffic to carry from the end of a change that begins now, for `lasting_s`."""
-        return self._shared_out(self._learned.traffic(self._changing.durations.start_s + lasting_s))
+        return self._shared_out(self._estimates.traffic(self._change_state.durations.start_s + lasting_s))
 
     def _shared_out(self, traffic: Traffic) -> Traffic:
         """Return the traffic by declared model, with requests split among versions as declared."""
@@ -290,28 +292,28 @@ class Controller:
 
     def _short(self, plan: Plan) -> Mapping[str, float]:
         """Return the models of which a plan would have too few requests in time, and the part in time."""
-        return self._learned.outlook(self._changing.here(plan), self._traffic())[1]
+        return self._estimates.outlook(self._change_state.here(plan), self._traffic())[1]
 
     def _notice_gpus(self, gpus: tuple[Gpu, ...]) -> bool:
         """Note which GPUs are present; return whether one in use is lost."""
-        before, after = {gpu.id for gpu in self._changing.gpus}, {gpu.id for gpu in gpus}
-        self._changing.gpus = gpus
+        before, after = {gpu.id for gpu in self._change_state.gpus}, {gpu.id for gpu in gpus}
+        self._change_state.gpus = gpus
         lost, came = before - after, after - before
         if not (lost or came):
             return False
-        usable = sorted(came & {gpu.id for gpu in self._changing.usable})
+        usable = sorted(came & {gpu.id for gpu in self._change_state.usable})
         self._set_came(before and usable, f"GPU {', '.join(usable)} is new")
         if lost:
             self._reasons.pop(Reason.CAME, None)
         if after >= set(self.plan.used_gpus):
             self._reasons.pop(Reason.LOST, None)
         self._questions.forget_answer()
-        self._learned.unsettle(self._now_s)
+        self._estimates.unsettle(self._now_s)
         if lost.isdisjoint(self.plan.used_gpus):
             return False
         if self._settings.when.lost:
             self._reasons[Reason.LOST] = f"GPU {', '.join(sorted(lost))} is gone"
-        self._changing.lose(self._now_s, sorted(lost))
+        self._change_state.lose(self._now_s, sorted(lost))
         return True
 
     def _set_came(self, has_come: object, why: str) -> None:
@@ -325,23 +327,23 @@ class Controller:
         time, the change is taken back. A change that drains a place is not: whoever asked for it was told what it
         loses.
         """
-        under_way, last = self.change, self._changing.proving
+        under_way, last = self.change, self._change_state.proving
         if under_way is None and last is not None and set(last.target.drained) <= set(last.origin.drained):
             new = [name for name in news.losing if name not in last.suffered]
             if new and not self._short(last.origin).keys() & set(new):
-                parts = listed(self._learned.attainment.lost_part(new), "{:.1%}")
+                parts = listed(self._estimates.attainment.lost_part(new), "{:.1%}")
                 self._take_back(
                     last, f"since the change more requests are lost than allowed: {parts}", last.stage.gpulets
                 )
-        failures = self._changing.pace.failures
-        self._stuck(self._changing.look(self._now_s, seen, self.rates.mean_rps))
-        if self._changing.pace.failures > failures:
+        failures = self._change_state.rate_limit.failures
+        self._stuck(self._change_state.look(self._now_s, seen, self.rates.mean_rps))
+        if self._change_state.rate_limit.failures > failures:
             self._questions.forget_answer()
             if under_way is not None:
                 self._give_up_versions(under_way)
         if under_way is not None and self.change is None:
-            self._learned.attainment.forget()
-            self._learned.unsettle(self._now_s)
+            self._estimates.attainment.forget()
+            self._estimates.unsettle(self._now_s)
 
     def _give_up_versions(self, failed: ChangeUnderWay) -> None:
         """Remove the versions that a failed change brought: the next change would fail with them, too."""
@@ -375,22 +377,22 @@ class Controller:
     # --- reasons ------------------------------------------------------------------------------------------------------
 
     def _find_reasons(self, news: EstimateUpdate) -> None:
-        when, learned = self._settings.when, self._learned
-        slow = learned.slow_news()
+        when, estimates = self._settings.when, self._estimates
+        slow = estimates.slow_news()
         self._set(Reason.SLOW, slow, slow or "")
-        if slow is not None or learned.lengths.have_moved(self._workload.models):
+        if slow is not None or estimates.lengths.have_moved(self._workload.models):
             self._questions.forget_answer()
-        if news.losing and when.slo and not learned.is_unsettled(self._now_s):
-            parts = learned.attainment.lost_part(news.losing)
+        if news.losing and when.slo and not estimates.is_unsettled(self._now_s):
+            parts = estimates.attainment.lost_part(news.losing)
             self._reasons[Reason.SLO] = f"more requests are lost than allowed: {listed(parts, '{:.1%}')}"
-        elif Reason.SLO in self._reasons and not learned.losing_too_much():
+        elif Reason.SLO in self._reasons and not estimates.losing_too_much():
             del self._reasons[Reason.SLO]
         is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
         if not (is_due or news.jumped or news.losing):
             return
         is_short = self._compare_rates(adds=is_due)
         if news.losing and Reason.SLO in self._reasons and not is_short:
-            learned.raise_surplus(news.losing)
+            estimates.raise_surplus(news.losing)
         if not is_due:
             return
         self._checked_s = self._now_s
@@ -404,7 +406,7 @@ class Controller:
         when, self._compared_s = self._settings.when, self._now_s
         # The prediction covers the time until a change from the next check would be finished.
         traffic = self._traffic(self._settings.interval_s)
-        outlook, short = self._learned.outlook(self._changing.here(self.plan), traffic)
+        outlook, short = self._estimates.outlook(self._change_state.here(self.plan), traffic)
         self._set(
             Reason.OVERLOAD, when.overload and short, f"too few requests would be in time: {listed(short, '{:.1%}')}"
         )
@@ -433,7 +435,7 @@ class Controller:
 
     def _ask(self) -> None:
         """Ask the planner when there is a reason that it has not answered yet."""
-        questions, learned, change = self._questions, self._learned, self._settings.change
+        questions, estimates, change = self._questions, self._estimates, self._settings.change
         if questions.out is not None:
             if self._now_s - questions.out.since_s > change.plan_timeout_s:
                 why = f"the planner took more than {change.plan_timeout_s:g} s. Raise change.plan_timeout_s"
@@ -452,21 +454,21 @@ class Controller:
             if not self._reasons:
                 return
             kinds = frozenset(self._reasons)
-        ahead_s = self._changing.durations.start_s + self._settings.interval_s
-        learned.lengths.asked(self._workload.models)
-        models, running = learned.lengths.measured(self._workload.models), self._changing.here(self.plan)
-        expected_rps = shared_out(learned.rates.expected_rps(ahead_s), self.plan.models, self._workload.models)
+        ahead_s = self._change_state.durations.start_s + self._settings.interval_s
+        estimates.lengths.asked(self._workload.models)
+        models, running = estimates.lengths.measured(self._workload.models), self._change_state.here(self.plan)
+        expected_rps = shared_out(estimates.rates.expected_rps(ahead_s), self.plan.models, self._workload.models)
         growth = tuple(kind for kind, bounds in self._settings.gpus.items() if bounds.max > 0)
-        reserved_ids = frozenset(standby.gpulet.id for standby in self._changing.standby)
-        slowdowns = learned.planned_with()
+        reserved_ids = frozenset(standby.gpulet.id for standby in self._change_state.standby)
+        slowdowns = estimates.planned_with()
         request = PlanRequest(
             self._workload.model_copy(update={"applications": (), "models": models}),
-            self._changing.gpus,
+            self._change_state.gpus,
             self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
             RunningPlan(
-                running.model_copy(update={"models": learned.lengths.measured(running.models)}),
-                self._shared_out(learned.traffic(ahead_s)),
-                ChangeTerms(expected_rps, self._changing.durations, change.horizon_s, change.hysteresis),
+                running.model_copy(update={"models": estimates.lengths.measured(running.models)}),
+                self._shared_out(estimates.traffic(ahead_s)),
+                ChangeTerms(expected_rps, self._change_state.durations, change.horizon_s, change.hysteresis),
                 growth=growth,
                 slowdowns=slowdowns,
                 attainment=self._settings.attainment,
@@ -476,7 +478,7 @@ class Controller:
             standby_gpus=self._settings.standby_gpus,
             only_standby=kinds == {Reason.STANDBY},
         )
-        self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._changing.gpus), request))
+        self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._change_state.gpus), request))
 
     def _is_outgrown(self, plan: Plan) -> bool:
         """Whether a plan carries too little for the present rates. When a rate jumps, little is known of it at the time
@@ -487,13 +489,13 @@ class Controller:
         """Return what forbids a change now, in words; None when nothing does."""
         if self.paused:
             return "changes are paused"
-        return self._changing.pace.obstacle(self._now_s, saves_only=saves_only)
+        return self._change_state.rate_limit.obstacle(self._now_s, saves_only=saves_only)
 
     def _want(self, result: Proposal) -> None:
         """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
         if result.needed_gpus is None:
             return
-        there = Counter(gpu.type for gpu in self._changing.usable)
+        there = Counter(gpu.type for gpu in self._change_state.usable)
         bounds = self._settings.gpus
         wanted = {
             kind: max(bound.min, min(bound.max, result.needed_gpus.get(kind, 0))) for kind, bound in bounds.items()
@@ -524,13 +526,13 @@ class Controller:
         if not self._wants_standby or not (is_kept or is_told) or self.mode != "act" or self.paused:
             return
         self._standby_of = self.plan.gpulets
-        if result.standby == self._changing.standby:
+        if result.standby == self._change_state.standby:
             return
-        self._changing.standby = result.standby
+        self._change_state.standby = result.standby
         shares = {standby.gpulet.id: f"{standby.gpulet.effective_share_pct:g} %" for standby in result.standby}
         self.note(journal.on_standby(self._now_s, why, shares))
         if is_kept:
-            self._changing.apply(self.plan, why)
+            self._change_state.apply(self.plan, why)
 
     def _let_standby_take_over(self, news: EstimateUpdate, ready: frozenset[str], *, is_news: bool) -> None:
         """Use idle processes when that helps models that lose requests, or are about to: because batches are slow, a
@@ -541,8 +543,10 @@ class Controller:
             short |= found if is_news else found & set(news.slower)
         if not short or self.mode != "act" or self._obstacle(saves_only=False) is not None:
             return
-        changing, slowdowns = self._changing, self._learned.slowdowns
-        target = taken_over(self.plan, changing.standby, ready, short, self._traffic(), slowdowns, changing.gpus)
+        change_state, slowdowns = self._change_state, self._estimates.slowdowns
+        target = taken_over(
+            self.plan, change_state.standby, ready, short, self._traffic(), slowdowns, change_state.gpus
+        )
         if target is None:
             return
         before = {gpulet.id for gpulet in self.plan.gpulets}
@@ -553,7 +557,7 @@ class Controller:
         why = known[0] if known else f"{', '.join(sorted(short))} gets more requests than the running plan can carry"
         why = f"{why}: standby {names} takes over"
         self.note(LogLine(self._now_s, Kind.CHANGE, why))
-        changing.take_over(self._now_s, target, why, sorted(short))
+        change_state.take_over(self._now_s, target, why, sorted(short))
         self._standby_of, self._questions.out = None, None
         self._questions.forget_answer()
         self._reasons.clear()
@@ -562,11 +566,11 @@ class Controller:
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def _begin(self, target: Plan, why: str) -> None:
-        self._changing.begin(self._now_s, target, why, self._learned.losing_too_much(), self.rates.mean_rps)
+        self._change_state.begin(self._now_s, target, why, self._estimates.losing_too_much(), self.rates.mean_rps)
 
     def _take_back(self, change: ChangeUnderWay, why: str, held: Sequence[Gpulet] | None = None) -> None:
         self._questions.forget_answer()  # asked again when the wait is over
-        self._stuck(self._changing.take_back(self._now_s, change, why, self.rates.mean_rps, held))
+        self._stuck(self._change_state.take_back(self._now_s, change, why, self.rates.mean_rps, held))
         self._give_up_versions(change)
 
     def _stuck(self, why: str | None) -> None:

@@ -168,7 +168,7 @@ class Operations:
         """Return what the controller plans with; empty when no controller was deployed."""
         return read_ground(self._store)
 
-    def foresee(self, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
+    def preview(self, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
         """Return what going over to another deployment would do; settings in `kept` stay as they run."""
         running = self.running()
         return preview_change(running, wanted, kept)
@@ -189,7 +189,7 @@ class Operations:
         ground: Ground | None = None,
         replace: bool = False,
         kept: Collection[str] = (),
-        agrees: Callable[[ChangePreview], None] = lambda _foreseen: None,
+        agrees: Callable[[ChangePreview], None] = lambda _preview: None,
     ) -> bool:
         """Make this deployment the running one. Return True when it was reached; otherwise the previous one runs again.
 
@@ -210,7 +210,7 @@ class Operations:
         if not replace:
             refuse_foreign(states)
         if ENTRY_APPLICATION in states:
-            agrees(self.foresee(wanted, () if replace else kept))
+            agrees(self.preview(wanted, () if replace else kept))
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
@@ -277,7 +277,7 @@ class Operations:
         return f"{', '.join(undone)}: not carried out: {why}"
 
     def rollback(
-        self, number: int | None, *, agrees: Callable[[ChangePreview], None] = lambda _foreseen: None
+        self, number: int | None, *, agrees: Callable[[ChangePreview], None] = lambda _preview: None
     ) -> tuple[Version, bool]:
         """Go back to a version, by default to the last one with another plan; return it and whether it was reached.
         Settings that need --replace stay as they are.

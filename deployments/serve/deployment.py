@@ -214,9 +214,11 @@ class Deployment(StrictModel):
         return _beside(self.port, 2) if self.operator_port is None else self.operator_port
 
     def setting(self, name: str) -> Any:
-        """Return a setting as it is in effect: ports that are left open follow the first one."""
-        ports = {"proxy_port": self.proxies_at, "operator_port": self.operators_at}
-        return ports[name] if name in ports else getattr(self, name)
+        """Return a setting as it is in effect: ports that are left open follow the first one, and the controller is
+        off."""
+        control = _OFF if self.control is None else self.control
+        effects = {"proxy_port": self.proxies_at, "operator_port": self.operators_at, "control": control}
+        return effects[name] if name in effects else getattr(self, name)
 
     def leaves_open(self, name: str) -> bool:
         """Whether nobody has said what a setting is to be."""
@@ -350,8 +352,7 @@ class Deployment(StrictModel):
 
     def _control(self) -> ServeApplication[ControlConfig]:
         # On Serve's own head node: so the controller survives the loss of any other node and acts at once.
-        config = ControlConfig(settings=_OFF if self.control is None else self.control)
-        actor = ActorOptions(HEAD_NODE)
+        config, actor = ControlConfig(settings=self.setting("control")), ActorOptions(HEAD_NODE)
         return ServeApplication(
             CONTROL_APPLICATION, "control", "tenuto.deployments.control.controller_process", config, actor=actor
         )

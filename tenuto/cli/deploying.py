@@ -271,27 +271,27 @@ def agrees_to_losses(*, yes: bool) -> Callable[[ChangePreview], None]:
     """Return a function that asks before served models lose their service. It prints which are interrupted, and which
     settings are not changed as asked."""
 
-    def ask(foreseen: ChangePreview) -> None:
-        for text in settings_shown(foreseen):
+    def ask(preview: ChangePreview) -> None:
+        for text in settings_shown(preview):
             tell(text)
-        if foreseen.lost:
-            agree(f"{', '.join(foreseen.lost)}: served now, and by the new plan no more", yes=yes)
-        if foreseen.undrained:
-            agree(f"{', '.join(foreseen.undrained)}: drained now, and by the new plan no more", yes=yes)
-        if foreseen.drained:
-            tell(f"drained by the new plan: {', '.join(foreseen.drained)}")
-        interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
+        if preview.lost:
+            agree(f"{', '.join(preview.lost)}: served now, and by the new plan no more", yes=yes)
+        if preview.undrained:
+            agree(f"{', '.join(preview.undrained)}: drained now, and by the new plan no more", yes=yes)
+        if preview.drained:
+            tell(f"drained by the new plan: {', '.join(preview.drained)}")
+        interrupted = dict.fromkeys(name for step in preview.steps for name in step.unserved)
         if interrupted:
             tell(f"no room for old and new gpu-lets: {', '.join(interrupted)} is not served until new ones are ready")
 
     return ask
 
 
-def settings_shown(foreseen: ChangePreview) -> Iterator[str]:
+def settings_shown(preview: ChangePreview) -> Iterator[str]:
     """Yield what becomes of every setting that is asked for otherwise than it runs."""
     from tenuto.deployments.serve.deployment import UNCHANGEABLE
 
-    for setting in foreseen.settings:
+    for setting in preview.settings:
         cure = (
             "deploy with --replace, which interrupts serving"
             if setting.name in UNCHANGEABLE
@@ -302,11 +302,11 @@ def settings_shown(foreseen: ChangePreview) -> Iterator[str]:
         yield f"{setting.name}: {stays if setting.stays else f'{runs} → {wanted}'}"
 
 
-def keep_drained(foreseen: ChangePreview) -> None:
+def keep_drained(preview: ChangePreview) -> None:
     """Raise `InvalidInputError` if a change would end a drain. This is for changes about which nobody is asked."""
-    if foreseen.undrained:
+    if preview.undrained:
         cure = "Use `tenuto undrain`, or write what runs into the file with `tenuto history -o FILE`."
-        raise refused("drained", ", ".join(foreseen.undrained), "is drained, and by the new plan no more", cure)
+        raise refused("drained", ", ".join(preview.undrained), "is drained, and by the new plan no more", cure)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
         found = preview_change(read_deployment(from_file), wanted, kept)
     else:
         with operations(address) as running:
-            found = running.foresee(wanted, kept)
+            found = running.preview(wanted, kept)
     if printed_as_json(found):
         return
     print_table(

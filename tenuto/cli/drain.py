@@ -54,15 +54,15 @@ def go_without(
     lost = running.lost_gpus((*found.plan.gpus, *gpus))
     plan = plan_without_places(found.plan, places, profiles, gpus, lost=lost, used=used)
 
-    def ask(foreseen: ChangePreview) -> None:
-        for change in foreseen.changes:
+    def ask(preview: ChangePreview) -> None:
+        for change in preview.changes:
             if change.kind not in ("unchanged", "route-only"):
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
         # Gpu-lets on GPUs that are lost for other reasons do not count: they are lost already.
         here = [gpulet for gpulet in found.plan.gpulets if not {*gpulet.gpus} & {*lost}]
         less = less_by(found.plan.model_copy(update={"gpulets": tuple(here)}), plan)
         losses = [f"{name} keeps {left:,.4g} of {rate:,.4g} rps" for name, (rate, left) in less.items()]
-        interrupted = dict.fromkeys(name for step in foreseen.steps for name in step.unserved)
+        interrupted = dict.fromkeys(name for step in preview.steps for name in step.unserved)
         losses += [f"{name} is not served until its new gpu-lets are ready" for name in interrupted]
         if losses:
             agree(f"too little room elsewhere: {', '.join(losses)}", yes=yes)

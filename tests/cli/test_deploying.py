@@ -21,7 +21,7 @@ from tenuto.cli.deploying import (
     operations,
     read_deployment,
 )
-from tenuto.deployments.control.change_preview import ChangePreview, foresee
+from tenuto.deployments.control.change_preview import ChangePreview, preview_plan
 from tenuto.deployments.process.ray_address import KnownDeployment
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History
@@ -111,16 +111,16 @@ BOTH, ONE = make_plan({"n0/0/a": (50.0, ["m", "n"])}), make_plan({"n0/0/a": (50.
 
 
 def test_what_loses_its_service_does_so_only_with_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
-    agrees_to_losses(yes=False)(foresee(ONE, BOTH))
-    agrees_to_losses(yes=True)(foresee(BOTH, ONE))
+    agrees_to_losses(yes=False)(preview_plan(ONE, BOTH))
+    agrees_to_losses(yes=True)(preview_plan(BOTH, ONE))
     with pytest.raises(InvalidInputError, match="n: served now, and by the new plan no more, and nobody agreed"):
-        agrees_to_losses(yes=False)(foresee(BOTH, ONE))  # nobody is there to be asked
+        agrees_to_losses(yes=False)(preview_plan(BOTH, ONE))  # nobody is there to be asked
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     answers = iter([True, False])
     monkeypatch.setattr("click.confirm", lambda _question, **_how: next(answers))
-    agrees_to_losses(yes=False)(foresee(BOTH, ONE))
+    agrees_to_losses(yes=False)(preview_plan(BOTH, ONE))
     with pytest.raises(InvalidInputError, match="nobody agreed"):
-        agrees_to_losses(yes=False)(foresee(BOTH, ONE))
+        agrees_to_losses(yes=False)(preview_plan(BOTH, ONE))
 
 
 def test_a_fault_in_a_plan_file_is_said_with_the_name_of_the_file(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ class DrainedRuns:
         return self.lost
 
     def deploy(self, wanted: Deployment, why: str, *, by: str, agrees: Callable[[ChangePreview], None]) -> bool:
-        agrees(foresee(self.plan, wanted.plan))
+        agrees(preview_plan(self.plan, wanted.plan))
         self.plan = wanted.plan
         self.reasons.append(f"{by}: {why}")
         return True
@@ -215,12 +215,12 @@ def test_a_drain_of_a_plan_by_a_policy_that_is_not_here_names_another(monkeypatc
 def test_a_plan_that_knows_nothing_of_a_drain_ends_it_only_with_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
     drained = ONE.model_copy(update={"drained": ("n1",)})
     for agrees in (agrees_to_losses(yes=False), keep_drained):
-        agrees(foresee(ONE, drained))
-        agrees(foresee(drained, drained))
+        agrees(preview_plan(ONE, drained))
+        agrees(preview_plan(drained, drained))
         with pytest.raises(InvalidInputError, match=r"n1.*drained.*by the new plan no more"):
-            agrees(foresee(drained, ONE))
+            agrees(preview_plan(drained, ONE))
     assert "drained by the new plan: n1" in capsys.readouterr().err
-    agrees_to_losses(yes=True)(foresee(drained, ONE))
+    agrees_to_losses(yes=True)(preview_plan(drained, ONE))
 
 
 def verbs(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:

@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.cli.deploying import left_open
-from tenuto.deployments.control.change_preview import foresee, preview_change
+from tenuto.deployments.control.change_preview import preview_change
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.user_config import Entrance, Options
 from tenuto.documents import dump_yaml
@@ -69,14 +69,6 @@ def test_the_same_plan_changes_nothing(capsys: pytest.CaptureFixture[str], plans
     assert "nothing changes" in run(capsys, plans["old"], "--from", plans["old"])[1]
 
 
-def test_what_no_plan_has_is_ended_whatever_else_changes() -> None:
-    old, new = make_plan({"n0/0/a": (50.0, ["a"])}), make_plan({"n0/1/a": (50.0, ["a"])})
-    for wanted in (old, new):
-        first, *others = foresee(old, wanted, ["gpulet-n0-2-a"]).changes
-        assert (first.gpulet, first.kind) == ("gpulet-n0-2-a", "stop")
-        assert tuple(others) == foresee(old, wanted).changes
-
-
 RUNS = Deployment(plan=make_plan({"n0/0/a": (50.0, ["m"]), "n0/1/a": (50.0, ["n"])}), executor="emulated", gateways=2)
 SETTINGS = {
     "executor": "torch",
@@ -95,7 +87,7 @@ SETTINGS = {
     "gateways": 3,
     "dispatchers": 3,
     "partition": {"m": 0, "n": 1},
-    "control": {"mode": "off"},
+    "control": {"mode": "advise"},
 }
 
 

@@ -45,7 +45,7 @@ def test_a_gpu_is_cut_anew_while_the_instances_that_stay_serve_on(launcher: Laun
             url = operator.base_url
             then = pids(url)
             assert set(then) == {"n0/0.4/a", "n0/0.0/a"}
-            (layout,) = operator.foresee(after).layouts
+            (layout,) = operator.preview(after).layouts
             assert (layout.gpu, layout.before, layout.emptied) == ("n0/0", ("3g.20gb at 0",), ("n0/0.0/a",))
             with asking(url, ["one", "one"]) as answers:
                 assert operator.deploy(after.model_copy(update={"port": before.port}), "three parts")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.control.change_preview import foresee
+from tenuto.deployments.control.change_preview import preview_plan
 from tenuto.deployments.serve.diff import layout_changes
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
@@ -284,7 +284,7 @@ def test_a_change_of_layout_says_what_it_empties() -> None:
     assert change.emptied == ("n0/0.0/a",)
     assert change.rate_rps == 10
     assert layout_changes(old, old) == ()
-    assert foresee(old, new).layouts[0].gpu == "n0/0"
+    assert preview_plan(old, new).layouts[0].gpu == "n0/0"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.control.change_preview import foresee
+from tenuto.deployments.control.change_preview import preview_plan
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
@@ -216,8 +216,8 @@ def test_what_is_left_where_it_drains_when_a_change_stops_is_planned_away() -> N
 def test_a_drain_is_foreseen_and_that_a_plan_would_end_it() -> None:
     before = planned({"a": 300.0})
     after = emptied(before, "n0")
-    assert (foresee(before, after).drained, foresee(before, after).undrained) == (("n0",), ())
-    assert foresee(after, before).undrained == ("n0",)
+    assert (preview_plan(before, after).drained, preview_plan(before, after).undrained) == (("n0",), ())
+    assert preview_plan(after, before).undrained == ("n0",)
     again = after.model_copy(update={"drained": ()})
     assert changes_of(after, again) == 0
     with pytest.raises(InvalidInputError, match="no GPU would be left"):

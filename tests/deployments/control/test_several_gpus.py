@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.deployments.control.change_preview import foresee
+from tenuto.deployments.control.change_preview import preview_plan
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.diff import diff
 from tenuto.deployments.serve.sub_clusters import cut_plan
@@ -58,7 +58,7 @@ def test_it_starts_only_when_all_of_its_gpus_have_room() -> None:
     full = other.model_copy(update={"gpu": big.also_on[0], "id": "full", "share_pct": None})
     before = plan.model_copy(update={"gpulets": (full,)})
     after = plan.model_copy(update={"gpulets": (big, other)})
-    found = foresee(before, after)
+    found = preview_plan(before, after)
     for step in found.steps:
         assert not {"full", big.id} <= {*step.gpulets}
     assert big.id in found.steps[-1].gpulets
