@@ -49,9 +49,12 @@ class ChangeProgress:
         Raises:
             EnvironmentFaultError: it does not start, or another command wanted another deployment meanwhile.
         """
-        reported, reported_at = "", self._clock()
+        reported, reported_at, has_controller = "", self._clock(), False
         while True:
             states = {name: state for name, state in read_states().items() if is_ours(name)}
+            if has_controller and CONTROL_APPLICATION not in states:
+                raise EnvironmentFaultError("another command deleted what was being brought up.")
+            has_controller = CONTROL_APPLICATION in states
             broken = [(name, state.essence) for name, state in states.items() if state.is_broken]
             if broken:
                 raise EnvironmentFaultError("application {} did not start:\n{}".format(*broken[0]))

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
 from tenuto.deployments.control.change_progress import ChangeProgress
@@ -215,6 +215,8 @@ class Operations:
             if ground is not None:
                 keep_ground(self._store, *ground)
             return self._change(wanted, why, by, kept)
+        if not replace:
+            refuse_second_start(states, self._store)
         if replace:
             end_all()
         elif any(is_ours(name) for name in states):
@@ -224,6 +226,9 @@ class Operations:
             begin(self._launcher, wanted, why, by, ground, progress=self._progress, sleep=self._sleep)
         except TenutoError:
             self.delete()
+            raise
+        except KeyboardInterrupt:
+            self._progress(_GOES_ON)
             raise
         return True
 
@@ -344,9 +349,22 @@ def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None
             "a plan runs on this cluster already. Change it with `tenuto deploy PLAN`, end it with `tenuto delete`, or "
             "pass --replace; another cluster is named with --address, a local one of its own with --address local."
         )
+    else:
+        refuse_second_start(states, store)
     refuse_foreign(states)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     _remove(applications, store)
+
+
+def refuse_second_start(states: Mapping[str, ApplicationState], store: Store) -> None:
+    """Raise `EnvironmentFaultError` while another command brings a deployment up: its controller has begun, and its
+    gateways have not."""
+    controller = states.get(CONTROL_APPLICATION)
+    is_alone = controller is not None and not controller.is_broken and ENTRY_APPLICATION not in states
+    if is_alone and ControlMemory(store).desired() is not None:
+        raise EnvironmentFaultError(
+            "another command brings a deployment up here. Wait until `tenuto status` shows it, or pass --replace."
+        )
 
 
 def end_all() -> None:

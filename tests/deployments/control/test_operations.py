@@ -10,10 +10,13 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from tenuto.deployments.control import operations
-from tenuto.deployments.control.operations import is_orphaned, refuse_running, sign_launcher
+from tenuto.deployments.control.operations import is_orphaned, refuse_running, refuse_second_start, sign_launcher
+from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.settings import check_policy
-from tenuto.deployments.serve.config import application_name
-from tenuto.errors import InvalidInputError
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.states import ApplicationState
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement.plan import PolicyUsed
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -46,6 +49,18 @@ def test_a_policy_that_the_controller_could_not_load_is_refused_with_the_cure(na
         check_policy(settings, plan)
     check_policy({"policy": known.model_dump()}, plan)
     check_policy(None, plan)
+
+
+def test_a_second_start_is_refused_while_the_controller_of_the_first_has_begun_and_its_gateways_have_not() -> None:
+    store, alone = DictStore(), {CONTROL_APPLICATION: ApplicationState("DEPLOYING")}
+    refuse_second_start(alone, store)  # nobody wants anything: it is left over
+    deployment = Deployment(plan=make_plan({"n0/0/a": (50.0, ["a"])}))
+    ControlMemory(store).write_desired(DesiredDeployment(1, deployment, "serve", "a test", is_first=True))
+    with pytest.raises(EnvironmentFaultError, match="another command brings a deployment up here"):
+        refuse_second_start(alone, store)
+    refuse_second_start({**alone, ENTRY_APPLICATION: ApplicationState("DEPLOYING")}, store)
+    refuse_second_start({CONTROL_APPLICATION: ApplicationState("DEPLOY_FAILED")}, store)
+    refuse_second_start({}, store)
 
 
 def test_what_ends_together_with_its_ray_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller_process import begun_from
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
-from tenuto.deployments.serve.config import ENTRY_APPLICATION
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
 from tenuto.deployments.serve.states import ApplicationState
@@ -99,6 +99,14 @@ def test_a_first_start_goes_on_without_its_command_and_after_the_controller_was_
     cluster.pass_time(20.0)
     assert cluster.versions()[int(ran_before) :] == [("serve", 50.0)]
     assert len([config for config in cluster.serve.configs if not config.gpulets]) == 0
+
+
+def test_a_first_start_that_another_command_deletes_says_so() -> None:
+    cluster = Cluster()
+    states = iter(({CONTROL_APPLICATION: ApplicationState("DEPLOYING")}, dict[str, ApplicationState]()))
+    progress = ChangeProgress(cluster.controller, lambda _text: None, cluster.serve.sleep, cluster.serve.clock)
+    with pytest.raises(EnvironmentFaultError, match="another command deleted"):
+        progress.await_start(2, lambda: next(states))
 
 
 def test_the_deployment_that_was_wanted_last_counts_and_the_first_command_is_told() -> None:
