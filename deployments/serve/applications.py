@@ -70,18 +70,17 @@ class Applications:
         entry = details.get(ENTRY_APPLICATION)
         if entry is None or not entry["deployments"] or entry["status"] == "DELETING":
             return None
-        applications = [
-            {
-                "name": name,
-                "args": (each["deployed_app_config"] or {}).get("args", {}),
-                "deployments": [deployment["deployment_config"] for deployment in each["deployments"].values()],
-            }
-            for name, each in details.items()
-            if is_ours(name) and each["deployments"]
-        ]
+        applications = []
+        for name, each in details.items():
+            declared = each["deployed_app_config"] or {}
+            running = [deployment["deployment_config"] for deployment in each["deployments"].values()]
+            # `serve deploy` may still be building what it was given.
+            found = running or declared.get("deployments", [])
+            if is_ours(name) and found:
+                applications.append({"name": name, "args": declared.get("args", {}), "deployments": found})
         # Serve's applications do not say where Serve's proxies listen.
-        found = Deployment.from_data({"applications": applications}, origin="what runs on Serve")
-        return Deployed(found, entry["source"] == "declarative")
+        deployment = Deployment.from_data({"applications": applications}, origin="what runs on Serve")
+        return Deployed(deployment, entry["source"] == "declarative")
 
     def delete(self, names: Collection[str]) -> None:
         """Drain and remove applications: the controller and the entry first, so that nothing comes back and no request

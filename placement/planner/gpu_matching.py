@@ -59,8 +59,6 @@ def match_to_running(
     def pairs(new: Sequence[Gpulet], gpu: Gpu) -> _Pairs:
         return _pairs(plan.processes_on(PlannedGpu.of(gpu), new), before.get(gpu.id, []), then)
 
-    from scipy.optimize import linear_sum_assignment  # takes 40 MiB, which the controller needs for nothing else
-
     specs = {spec.name: spec for spec in plan.models}
 
     def may_or_likes(name: str, gpu: Gpu) -> float:

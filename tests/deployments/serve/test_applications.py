@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.serve.applications import missing_from, nobody_listens
-from tenuto.deployments.serve.config import ServeConfig
+from tenuto.deployments.serve.applications import Applications, Deployed, missing_from, nobody_listens
+from tenuto.deployments.serve.config import ENTRY_APPLICATION, ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
 from tests.instruments.plans import make_plan
 
@@ -72,3 +73,17 @@ def test_a_node_is_lost_where_nobody_listens_any_more_and_not_where_nobody_answe
         assert not nobody_listens("127.0.0.1", port)
     assert nobody_listens("127.0.0.1", port)
     assert not nobody_listens("192.0.2.7", port)  # an address that nobody has
+
+
+def test_what_serve_deploy_still_builds_is_read_from_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Deployment(plan=PLAN, executor="emulated", gateways=1, hangs_s=3.0)
+    details = {
+        each["name"]: {"status": "DEPLOYING", "source": "declarative", "deployed_app_config": each, "deployments": {}}
+        for each in given.config().to_data()["applications"]
+    }
+    (gateway,) = details[ENTRY_APPLICATION]["deployed_app_config"]["deployments"]
+    details[ENTRY_APPLICATION]["deployments"] = {"gateway": {"deployment_config": gateway}}
+    monkeypatch.setattr("tenuto.deployments.serve.applications.application_details", lambda: details)
+    assert Applications().deployed() == Deployed(given, by_serve=True)
+    details[ENTRY_APPLICATION]["deployments"] = {}  # it may be one that never comes
+    assert Applications().deployed() is None
