@@ -109,7 +109,7 @@ class LocalReplica:
         programs, self._encrypts, self._hangs_s = config.programs, config.encrypt, config.hangs_s
         # The first load holds its turn since `join`. A later load waits for its turn while batches run.
         async with turn_of(self._shared if self._is_proved and self._programs.loads(programs) else None):
-            await self._programs.bring(programs, self._worker.perform)
+            await self._programs.bring(programs, self._worker.perform, self._announce)
         if self._shared is not None and not self._is_proved:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True
@@ -189,6 +189,7 @@ class LocalReplica:
         """Finish the batches that run, then release the device."""
         if not self._has_started:
             return
+        await self._programs.close()
         self._channel.tell(GpuletCloses("it is shutting down"))
         # Limit: within what Serve gives a process to end.
         # A server that ends lets its gateways say so to their clients first.

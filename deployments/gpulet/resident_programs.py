@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
+from tenuto.deployments.gpulet.preparing_process import prepare_elsewhere
 from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
 from tenuto.deployments.wire.status import GpuletMode
-from tenuto.errors import InvalidInputError, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.hooks import try_hooks
 from tenuto.profiles.networks.inputs import Arrays, as_blocks
 from tenuto.profiles.networks.model_options import ModelOptions, captured_sizes
+from tenuto.profiles.networks.programs import Member
 
 OnWorker = Callable[[Callable[[], None]], Awaitable[None]]
 
@@ -34,6 +38,7 @@ class ResidentPrograms:
         self._executor = executor
         self._streaming = streaming
         self._entries: dict[str, ProgramEntry] = {}
+        self._preparing: dict[str, asyncio.Task[None]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -47,15 +52,21 @@ class ResidentPrograms:
         """Whether `bring` would load anything."""
         return any(self._entries.get(entry.name) != entry for entry in planned)
 
-    async def bring(self, planned: Sequence[ProgramEntry], on_worker: OnWorker) -> None:
+    async def bring(
+        self, planned: Sequence[ProgramEntry], on_worker: OnWorker, changed: Callable[[], None] = lambda: None
+    ) -> None:
         """Unload and load until exactly the wanted programs are resident; unchanged ones are not touched.
+
+        A program of several models first runs their single graphs, until the prepared network takes their place.
 
         Args:
             planned: the entries of the planned programs.
             on_worker: runs a function on the worker thread, and raises what the function raised.
+            changed: called when the prepared network has replaced the single graphs.
         """
         names = {entry.name for entry in planned}
         for name in [name for name in self._entries if name not in names]:
+            await self._stop_preparing(name)
             await on_worker(functools.partial(self._executor.unload, name))
             del self._entries[name]
         for entry in planned:
@@ -67,14 +78,56 @@ class ResidentPrograms:
                 await on_worker(functools.partial(self._executor.retime, entry))
                 continue  # its open sequences go on
             started = time.monotonic()
-            await on_worker(functools.partial(self._load, entry))
+            await self._stop_preparing(entry.name)
+            is_joint = len(entry.members) > 1 and not self.is_emulated
+            try:
+                await on_worker(functools.partial(self._load, entry))
+            except EnvironmentFaultError:
+                if not is_joint:
+                    raise
+                # The plan may have counted the memory of the prepared network only.
+                logger.warning("gpu-let %s: the graphs of %s do not fit side by side", self._id, entry.name)
+                await self._load_prepared(entry, on_worker)
+            else:
+                if is_joint:
+                    self._preparing[entry.name] = asyncio.create_task(self._switch(entry, on_worker, changed))
             self._entries[entry.name] = entry
             took_s = time.monotonic() - started
             logger.info(
                 "gpu-let %s: %s is ready up to batch %d (%.1f s)", self._id, entry.name, entry.batch_size, took_s
             )
 
-    def _load(self, entry: ProgramEntry) -> None:
+    async def close(self) -> None:
+        """Stop all preparing that is under way."""
+        for name in list(self._preparing):
+            await self._stop_preparing(name)
+
+    async def _stop_preparing(self, name: str) -> None:
+        task = self._preparing.pop(name, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _load_prepared(self, entry: ProgramEntry, on_worker: OnWorker) -> None:
+        with tempfile.TemporaryDirectory(prefix="tenuto-") as folder:
+            file = f"{folder}/network"
+            await prepare_elsewhere([Member(m.name, m.source, m.weights_path, m.options) for m in entry.members], file)
+            await on_worker(functools.partial(self._load, entry, file))
+
+    async def _switch(self, entry: ProgramEntry, on_worker: OnWorker, changed: Callable[[], None]) -> None:
+        """Replace the single graphs of a program by the prepared network, between two batches, or log why not."""
+        started = time.monotonic()
+        try:
+            await self._load_prepared(entry, on_worker)
+        except Exception as error:
+            logger.error("gpu-let %s: %s goes on with single graphs: %s", self._id, entry.name, error)
+            if entry.name not in self._executor.ways():
+                await on_worker(functools.partial(self._load, entry))
+        else:
+            logger.info("gpu-let %s: %s is one program (%.1f s)", self._id, entry.name, time.monotonic() - started)
+        changed()
+
+    def _load(self, entry: ProgramEntry, prepared_file: str | None = None) -> None:
         """Build or rebuild one program and warm up the batch sizes from 1 to the planned one."""
         if entry.name in self._entries:
             self._executor.unload(entry.name)
@@ -87,7 +140,7 @@ class ResidentPrograms:
             return
         largest = entry.batch_size
         sizes = range(1, largest + 1) if self.is_emulated else captured_sizes(largest)
-        self._executor.load(entry, sizes)
+        self._executor.load(entry, sizes, prepared_file)
         try:
             self._try_hooks(entry)
         except InvalidInputError:

@@ -28,8 +28,6 @@ from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import ProgramRunner
 from tenuto.profiles.profile import ModelProfile, ProfilePoint
 
-_ROUNDS = 7  # limit: timed runs of each way, after one that is not counted; more take longer
-
 
 @dataclass(frozen=True)
 class JointTimes:
@@ -56,35 +54,34 @@ class JointTimes:
         }
 
 
-def measure_clusters(
+def measure_into(
+    writer: ProfileWriter,
     merged: list[MergedModels],
     models: dict[str, LoadedModel],
     *,
-    batch_sizes: Sequence[int],
-    shares: Sequence[float],
-    say: Callable[[str], None],
-    writer: ProfileWriter | None = None,
     sources: Mapping[str, str],
     options: Mapping[str, Any],
+    batch_sizes: Sequence[int],
+    shares: Sequence[float],
+    repetitions: int,
     meter: MemoryMeter,
+    say: Callable[[str], None],
 ) -> list[list[JointTimes]]:
-    """Measure every cluster and return the times of each by split; write its rows and those of its models, if there is
-    a writer.
+    """Measure every cluster, write its rows and those of its models, and return the times of each by split.
 
     `merged` and `models` are emptied, because the memory of a merged program can be measured only when the originals
     are gone, and only if there is one program.
     """
-    networks = [MergedNetwork([cluster], cluster.signatures) for cluster in merged]
+    machine = describe_machine("cpu")
+    signatures = {name: loaded.signature for name, loaded in models.items()}
+    networks = [MergedNetwork([found], {name: signatures[name] for name in found.names}) for found in merged]
     measured = []
     for network in networks:
         splits = [split for size in batch_sizes for split in splits_of(tuple(network.signatures), size)]
-        measured.append(measure_joint(network, models, splits, shares=shares, report=say))
+        measured.append(measure_joint(network, models, splits, shares=shares, repetitions=repetitions, report=say))
     merged.clear()
     models.clear()
     gc.collect()
-    if writer is None:
-        return measured
-    machine = describe_machine("cpu")
     for network, times in zip(networks, measured, strict=True):
         memory_mib: dict[int, float] = {}
         if len(networks) == 1:
@@ -100,8 +97,11 @@ def measure_clusters(
 
 def splits_of(names: Sequence[str], size: int) -> list[dict[str, int]]:
     """Return the splits of a joint batch that are measured: the most even one, and all of each member alone."""
-    even, lone = even_split(names, size), [{name: size} for name in names]
-    return lone if even in lone else [even, *lone]
+    found: list[dict[str, int]] = []
+    for split in (even_split(names, size), *({name: size} for name in names)):
+        if split not in found:
+            found.append(split)
+    return found
 
 
 def measure_joint(
@@ -109,8 +109,9 @@ def measure_joint(
     models: Mapping[str, LoadedModel],
     splits: Sequence[Mapping[str, int]],
     *,
-    shares: Sequence[float],
-    report: Callable[[str], None],
+    shares: Sequence[float] = (100.0,),  # default
+    repetitions: int,
+    report: Callable[[str], None] = lambda _text: None,
 ) -> list[JointTimes]:
     """Time splits of joint batches both ways on the CPU.
 
@@ -121,30 +122,31 @@ def measure_joint(
         models: the originals.
         splits: rows of each model.
         shares: percentages of the CPU's cores, as threads.
+        repetitions: timed runs of each way, after one that is not counted.
         report: is called with lines of progress.
     """
     together = ProgramRunner(merged)
     apart = {name: lone_program(name, models[name], PLAIN) for name in merged.signatures}
-    times = []
+    found = []
     threads = torch.get_num_threads()
     try:
         for share in shares:
             torch.set_num_threads(cpu_threads(share))
             samples: list[tuple[list[float], list[float]]] = [([], []) for _ in splits]
-            for repetition in range(_ROUNDS + 1):
+            for repetition in range(repetitions + 1):
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True):
                     both = _both_ways_ms(together, apart, split)
                     if repetition:  # the first run is the warm-up
                         together_ms.append(both[0])
                         apart_ms.append(both[1])
-                report(f"{len(splits)} splits at {share:g} %: round {repetition} of {_ROUNDS}")
-            times += [
+                report(f"{len(splits)} splits at {share:g} %: round {repetition} of {repetitions}")
+            found += [
                 JointTimes(share, split, Timing.of(together_ms), Timing.of(apart_ms))
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True)
             ]
     finally:
         torch.set_num_threads(threads)
-    return times
+    return found
 
 
 def _both_ways_ms(
@@ -169,15 +171,15 @@ def measure_memory(merged: MergedNetwork, batch_sizes: Sequence[int], meter: Mem
     Neither the program nor the caller may refer to the originals any more, and `meter` must have been made before they
     were built. On a CPU, memory that this process freed before hides growth, so at least the weights are counted.
     """
-    peaks_mib, runner = {}, ProgramRunner(merged)
+    found, runner = {}, ProgramRunner(merged)
     for size in batch_sizes:
         split = even_split(tuple(merged.signatures), size)
         meter.reset()
         runner.run(_inputs(runner, split), split)
         peak_mib = meter.peak_mib()
         if peak_mib is not None:
-            peaks_mib[size] = round(max(peak_mib, merged.weights_mib), 3)
-    return peaks_mib
+            found[size] = round(max(peak_mib, merged.weights_mib), 3)
+    return found
 
 
 def profiles_of(

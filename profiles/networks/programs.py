@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,10 @@ class Member:
 
 
 def load_program(
-    members: Sequence[Member], batch_sizes: Sequence[int], streams: Streams | None = None
+    members: Sequence[Member],
+    batch_sizes: Sequence[int],
+    streams: Streams | None = None,
+    prepared_file: str | None = None,
 ) -> ProgramRunner:
     """Build a program on CUDA if `streams` are given, else on the CPU, and run every batch size as warm-up.
 
@@ -37,6 +41,9 @@ def load_program(
         members: one model, or several that run as one.
         batch_sizes: the planned sizes; they count the rows of all members.
         streams: the streams of the process, on the first visible CUDA device.
+        prepared_file: the file that `prepare_program` wrote. Without it, several members run as single graphs in turn.
+            With it, only one batch runs as warm-up: requests wait meanwhile, and the single graphs have already warmed
+            up most things.
 
     Raises:
         InvalidInputError: an unknown model or option, or weights that do not fit.
@@ -53,12 +60,14 @@ def load_program(
             from tenuto.profiles.networks.merging.joint_network import load_joint_network
 
             runs = {member: mine.run for member, mine in options.items()}
-            built = {member.name: _built(member) for member in members}
+            built = {member.name: functools.partial(_built, member) for member in members}
             with _on(streams):
-                network = load_joint_network(built, runs, batch_sizes, _device(streams))
-            del built  # the merged network has its own weights
+                network = load_joint_network(built, runs, batch_sizes, _device(streams), prepared_file)
             runner = ProgramRunner(network, streams)
-        runner.warm_up(max(mine.run.warmup_runs for mine in options.values()))
+        if prepared_file is None:
+            runner.warm_up(max(mine.run.warmup_runs for mine in options.values()))
+        else:
+            runner.warm_up_with(runner.network.warm_up_rows()[len(batch_sizes) - 1])  # the largest joint batch
     except torch.OutOfMemoryError as error:
         raise EnvironmentFaultError(
             f"'{name}' does not fit into the device's memory at batch {max(batch_sizes)}. Plan a smaller batch, fewer "
@@ -90,6 +99,19 @@ def naming(model: str) -> Iterator[None]:
         raise InvalidInputError(
             f"model '{model}' cannot be built ({said}). Correct its source, or its files."
         ) from error
+
+
+def prepare_program(members: Sequence[Member], file: str) -> None:
+    """Make one network of the members of a program on the CPU, and write it to a file for `load_program`.
+
+    PyTorch changes modules for the whole process while it traces, so call this in a process that serves nothing.
+
+    Raises:
+        InvalidInputError: no two of the models merge, a model or option is unknown, or weights do not fit.
+    """
+    from tenuto.profiles.networks.merging.joint_network import write_joint_network
+
+    write_joint_network({member.name: functools.partial(_built, member) for member in members}, file)
 
 
 def lone_program(

@@ -34,16 +34,6 @@ def small() -> LoadedModel:
     return LoadedModel(Attention(), ModelSignature("tensor", (tensor,), (TensorSignature("y", "float32", (4,)),)))
 
 
-def tuned() -> LoadedModel:
-    """Return `small` with a new head."""
-    made = small()
-    torch.nn.init.normal_(made.module.get_submodule("head").get_parameter("weight"))
-    return made
-
-
-SMALL, TUNED = "base=tests.cli.test_merge:small", "tuned=tests.cli.test_merge:tuned"
-
-
 def test_options_of_models_are_read_as_numbers() -> None:
     with pytest.raises(InvalidInputError, match=r"image_size.*some"):
         run("a=alexnet", "b=alexnet", "--option", "image_size=some")
@@ -52,21 +42,23 @@ def test_options_of_models_are_read_as_numbers() -> None:
 
 
 def test_a_fine_tuned_copy_is_merged_and_timed() -> None:
-    code, text = run(SMALL, TUNED, "--batch-sizes", "2", "--json")
+    source = "tests.cli.test_merge:small"
+    code, text = run(f"base={source}", f"tuned={source}", "--reseed", "tuned=head", "--repetitions", "1", "--json")
 
     assert code == 0
     found = json.loads(text)
     (cluster,) = found["clusters"]
     assert (cluster["operators_before"], cluster["operators_after"]) == (8, 5)  # all but the two heads run once
     assert cluster["worst_error"] <= 1e-5
-    assert [row["split"] for row in cluster["joint"]] == [{"base": 1, "tuned": 1}, {"base": 2}, {"tuned": 2}]
-    assert all(row["apart_ms"] > 0 and row["together_ms"] > 0 for row in cluster["joint"])
+    assert cluster["apart_ms"] > 0
+    assert cluster["together_ms"] > 0
     assert found["unmerged"] == {}
 
 
 def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
     source, file = "tests.cli.test_merge:small", tmp_path / "merged.yaml"
-    code, text = run(SMALL, TUNED, "--batch-sizes", "1,6", "-o", str(file), "--json")
+    sizes = ("--batch-sizes", "1,6", "--repetitions", "1", "-o", str(file), "--json")
+    code, text = run(f"base={source}", f"tuned={source}", "--reseed", "tuned=head", *sizes)
 
     assert code == 0
     joint = json.loads(text)["clusters"][0]["joint"]
@@ -91,7 +83,7 @@ def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
     (group,) = plan.gpulets[0].merge
     assert (group.basis, group.batch_size) == ("measured", 6)
 
-    run(SMALL, f"other={source}", "--batch-sizes", "1", "-o", str(file))
+    run(f"base={source}", f"other={source}", "--batch-sizes", "1", "--repetitions", "1", "-o", str(file))
     assert list(Profile.load(file).models) == ["base+tuned", "base", "tuned", "base+other", "other"]
 
 
@@ -100,7 +92,8 @@ def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
     [
         (("resnet50", "resnet50"), "is given twice"),
         (("a=resnet50", "b=resnet50", "--weights", "c=x"), "is no name of a model"),
-        (("a=resnet50", "b=resnet50", "--weights", "a"), "must read NAME=VALUE"),
+        (("a=resnet50", "b=resnet50", "--reseed", "a"), "must read NAME=VALUE"),
+        (("a=resnet50", "b=resnet50", "--batch-size", "0"), "0 is not in the range x>=1"),
         (("a=resnet50", "b=resnet50", "--batch-sizes", "0,2"), "whole numbers separated by commas, at least 1"),
         (("a=resnet50", "b=resnet50", "--shares", "fifty"), "commas, at least 1, at most 100"),
         (("a=resnet50", "b=resnet50", "-o", "/nowhere/at/all.yaml"), "directory does not exist"),

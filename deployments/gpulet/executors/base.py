@@ -20,8 +20,11 @@ class Executor(Protocol):
 
     device: str
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
-        """Build a program and warm up every batch size, so that the first request is not the slowest."""
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], prepared_file: str | None = None) -> None:
+        """Build a program and warm up every batch size, so that the first request is not the slowest.
+
+        `prepared_file`: the network of a program with several members; see `load_program`.
+        """
 
     def unload(self, program: str) -> None:
         """Release a program; one that is not loaded is ignored."""

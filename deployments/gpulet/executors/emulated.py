@@ -47,12 +47,13 @@ class EmulatedExecutor:
         self._generators: dict[str, EmulatedGenerator] = {}
         self._costs: dict[str, tuple[StepCost, float]] = {}  # of steps, and the slowdown by neighbours
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], prepared_file: str | None = None) -> None:
         """Take the latency from the plan, and signatures from the options or the catalogue. Nothing is built.
 
         Raises:
             InvalidInputError: the plan has no latency for this program, or copies take longer than a batch.
         """
+        del prepared_file
         if program.generates is not None:
             self._load_generating(program, program.generates)
             return

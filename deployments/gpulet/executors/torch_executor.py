@@ -75,7 +75,7 @@ class TorchExecutor:
             total_mib = torch.cuda.get_device_properties(0).total_memory / 2**20
             torch.cuda.set_per_process_memory_fraction(min(1.0, memory_mib / total_mib), 0)
 
-    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int], prepared_file: str | None = None) -> None:
         """Build a program and run every batch size `warmup_runs` times; see `load_program` for the errors."""
         self.use_threads()
         self.unload(program.name)
@@ -83,7 +83,7 @@ class TorchExecutor:
             self._generators[program.name] = self._generating(program, program.generates)
             return
         members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
-        loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams)
+        loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams, prepared_file)
         for note in (*loaded.network.notes, *_other_weights(loaded.network.weights_mib, program.weights_mib)):
             logger.warning("%s: %s", program.name, note)
 

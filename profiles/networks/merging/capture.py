@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tenuto.errors import first_line, refused
+from tenuto.profiles.networks.merging.distance import OperatorGraph
 
 aten = torch.ops.aten
 # Operators that mix values along their dimension. They are harmless unless that dimension is the batch.
@@ -74,11 +75,11 @@ class CapturedModel:
     names: dict[fx.Node, str]
     facts: dict[fx.Node, NodeFacts] = field(default_factory=dict)
 
-    def graph(self) -> tuple[tuple[str, ...], frozenset[tuple[int, int]]]:
-        """Return the operators' kinds in their order of execution, and the edges (producer, consumer) by index."""
+    def graph(self) -> OperatorGraph:
+        """Return the operators' kinds and edges, for the graph edit distance."""
         index = {node: i for i, node in enumerate(self.operators)}
         edges = {(index[arg], i) for node, i in index.items() for arg in node.all_input_nodes if arg in index}
-        return tuple(str(node.target) for node in self.operators), frozenset(edges)
+        return OperatorGraph(tuple(str(node.target) for node in self.operators), frozenset(edges))
 
 
 def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> CapturedModel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,28 @@ from tenuto.profiles.networks.network import LoneModel, Tensors, set_backends
 CURE = "Remove the group from `merge` of the plan (or the workload); the models are then served one by one."
 
 
+@dataclass(frozen=True)
+class Merged:
+    """The result of merging models: programs of clusters, the report, and the signatures of all models."""
+
+    clusters: tuple[MergedModels, ...]
+    report: MergeReport
+    signatures: Mapping[str, ModelSignature]
+
+    @classmethod
+    def of(cls, models: Mapping[str, LoadedModel]) -> Merged:
+        """Merge two or more models, which `build` returned, as far as possible on the CPU, and check the outputs.
+
+        Raises:
+            InvalidInputError: no two of the models merge within the tolerance; the cure is to serve them one by one.
+        """
+        found, report = merge_models({member: (loaded.module, loaded.signature) for member, loaded in models.items()})
+        if not found:
+            reasons = "; ".join(f"{member}: {reason}" for member, reason in report.unmerged.items())
+            raise refused("merge", "+".join(models), f"cannot run as one program ({reasons})", CURE)
+        return cls(tuple(found), report, {name: loaded.signature for name, loaded in models.items()})
+
+
 class MergedNetwork:
     """The program of several models. It takes joint batches of any of them, and runs merged and single graphs in turn.
 
@@ -24,38 +47,36 @@ class MergedNetwork:
 
     def __init__(
         self,
-        clusters: Sequence[MergedModels],
+        parts: Sequence[MergedModels | LoneModel],
         signatures: Mapping[str, ModelSignature],
         batch_sizes: Sequence[int] = (),
-        *,
-        alone: Sequence[LoneModel] = (),
         report: MergeReport | None = None,
     ) -> None:
-        """Take the merged clusters, the signatures of all models in order, the sizes of planned joint batches, the
-        models that run by themselves, and the report of merging."""
+        """Take the graphs, each of a cluster of models or of one model; the signatures of all models in order; the
+        sizes of planned joint batches; and the report of merging."""
         self.signatures = signatures
         self.report = report
-        self._clusters, self._alone = tuple(clusters), tuple(alone)
-        self._parts: tuple[MergedModels | LoneModel, ...] = (*clusters, *alone)
+        self._parts = [(_names(part), part) for part in parts]
         self._sizes = tuple(sorted(batch_sizes))
         self._on_cuda = False
 
     def settle(self, device: torch.device) -> None:
         """Move the weights to the device and drop the originals."""
-        for cluster in self._clusters:
-            cluster.settle(device)
+        for _, part in self._parts:
+            if isinstance(part, MergedModels):
+                part.settle(device)
         self._on_cuda = device.type == "cuda"
 
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the outputs of the models that have a batch; only their operators run."""
         if self._on_cuda:
             set_backends(PLAIN.chosen(None))  # because its outputs were checked in fp32
-        outputs: dict[str, tuple[torch.Tensor, ...]] = {}
-        for part in self._parts:
-            mine = {name: batches[name] for name in part.signatures if name in batches}
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for names, part in self._parts:
+            mine = {name: batches[name] for name in names if name in batches}
             if mine:
-                outputs |= part(mine)
-        return outputs
+                found |= part.run(mine) if isinstance(part, MergedModels) else part(mine)
+        return found
 
     def padded(self, rows: int) -> int:
         """Return `rows`, as joint batches are not padded: they have too many splits to prepare."""
@@ -68,15 +89,15 @@ class MergedNetwork:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return why models run by themselves, and what to do if all of them do."""
+        """Return why some models run by themselves although others are merged."""
         unmerged = {} if self.report is None else self.report.unmerged
-        cure = "" if self.way != "single graphs" else f". {CURE}"
-        return [f"{name} runs by itself: {reason}{cure}" for name, reason in unmerged.items()]
+        return [f"{name} runs by itself: {reason}" for name, reason in unmerged.items()]
 
     @property
     def way(self) -> str:
-        """Return `merged`, `merged in part`, or, if no two models merge, `single graphs`."""
-        return "merged" if not self._alone else "merged in part" if self._clusters else "single graphs"
+        """Return `merged`, `merged in part`, or, as long as nothing is merged, `single graphs`."""
+        lone = [part for _, part in self._parts if isinstance(part, LoneModel)]
+        return "merged" if not lone else "single graphs" if len(lone) == len(self.signatures) else "merged in part"
 
     @property
     def largest_batch(self) -> int:
@@ -86,11 +107,11 @@ class MergedNetwork:
     @property
     def weights_mib(self) -> float:
         """The weights of all models; common weights count once."""
-        return sum(part.weights_mib for part in self._parts)
+        return sum(part.weights_mib for _, part in self._parts)
 
     def facts(self) -> dict[str, float | int]:
-        """Return figures of merging: operators with weights and MiB, before and after, and the largest error. Empty if
-        nothing is merged."""
+        """Return figures of merging: operators with weights and MiB, before and after, and the largest error. Empty
+        while nothing is merged."""
         clusters = () if self.report is None else self.report.clusters
         if not clusters:
             return {}
@@ -101,6 +122,10 @@ class MergedNetwork:
             "memory_after_mib": sum(cluster.memory_after_mib for cluster in clusters),
             "worst_error": max(cluster.worst_error for cluster in clusters),
         }
+
+
+def _names(part: MergedModels | LoneModel) -> tuple[str, ...]:
+    return part.names if isinstance(part, MergedModels) else tuple(part.signatures)
 
 
 def even_split(names: Sequence[str], size: int) -> dict[str, int]:
@@ -125,29 +150,53 @@ def check_run_options(name: str, options: RunOptions) -> None:
     raise_if_any(problems)
 
 
+def write_joint_network(members: Mapping[str, Callable[[], LoadedModel]], file: str) -> None:
+    """Merge models, each of which is built by a function, on the CPU; write the result for `load_joint_network`.
+
+    Raises:
+        InvalidInputError: no two of the models merge, or one cannot be built.
+    """
+    merged = Merged.of({name: _built_to_merge(name, build) for name, build in members.items()})
+    for cluster in merged.clusters:
+        cluster.settle("cpu")
+    torch.save(merged, file)
+
+
 def load_joint_network(
-    models: Mapping[str, LoadedModel],
+    members: Mapping[str, Callable[[], LoadedModel]],
     options: Mapping[str, RunOptions],
     batch_sizes: Sequence[int],
     device: torch.device,
+    file: str | None,
 ) -> MergedNetwork:
-    """Merge models, which `build` returned, as far as possible on the CPU, check the outputs, and return their network
-    on a device. Models that do not merge run as single graphs.
+    """Return the network of several models on a device: merged as the file of `write_joint_network` says, the others,
+    or without a file all, as single graphs.
 
     Raises:
-        InvalidInputError: an option that a merged program refuses, or a model with tensors of bytes.
+        InvalidInputError: an option that a merged program refuses, or a model that cannot be built.
     """
     for name, run in options.items():
         check_run_options(name, run)
-        if models[name].signature.has_bytes:
-            raise refused("model", name, "has tensors of bytes, so that it merges with no other", CURE)
-    clusters, report = merge_models(models)
-    inside = {name for cluster in clusters for name in cluster.signatures}
-    plain = PLAIN.chosen(None)
-    alone = [LoneModel(name, loaded, device, plain) for name, loaded in models.items() if name not in inside]
-    signatures = {name: loaded.signature for name, loaded in models.items()}
-    for model in alone:
-        signatures |= model.signatures
-    network = MergedNetwork(clusters, signatures, batch_sizes, alone=alone, report=report)
+    # A process of ours wrote this file from the members of the plan, so it is as trusted as their sources.
+    merged: Merged | None = None if file is None else torch.load(file, weights_only=False)
+    clusters = () if merged is None else merged.clusters
+    inside = {name for cluster in clusters for name in cluster.names}
+    alone = [
+        LoneModel(name, _built_to_merge(name, build), device, PLAIN.chosen(None))
+        for name, build in members.items()
+        if name not in inside
+    ]
+    signatures = {name: signature for each in alone for name, signature in each.signatures.items()}
+    signatures |= {} if merged is None else merged.signatures
+    ordered = {name: signatures[name] for name in members}
+    network = MergedNetwork([*clusters, *alone], ordered, batch_sizes, None if merged is None else merged.report)
     network.settle(device)
     return network
+
+
+def _built_to_merge(name: str, build: Callable[[], LoadedModel]) -> LoadedModel:
+    """Return a model that is to run as one with others; raises `InvalidInputError` for one with tensors of bytes."""
+    loaded = build()
+    if loaded.signature.has_bytes:
+        raise refused("model", name, "has tensors of bytes, so that it merges with no other", CURE)
+    return loaded

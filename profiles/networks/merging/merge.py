@@ -1,13 +1,10 @@
-"""Merges the models of one gpu-let: trace, cluster, build, and compare the outputs with those of the originals.
+"""Merges the models of one gpu-let: trace, cluster, match, build, and compare the outputs with those of the originals.
 
-USHER (OSDI 2024), §3.4. There, models cluster by graph edit distance within a radius of 1e-7, which only joins equal
-graphs; here graphs are compared. There, an operator may also share a submatrix of its weights; here all of its weights
-or none. Imports torch.
+USHER (OSDI 2024), §3.4. Imports torch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -16,34 +13,41 @@ import torch
 from torch import fx
 
 from tenuto.errors import InvalidInputError, first_line
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
+from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.inputs import random_inputs
 from tenuto.profiles.networks.merging.capture import CapturedModel, capture
-from tenuto.profiles.networks.merging.merge_plan import MergePlan, weighted
+from tenuto.profiles.networks.merging.distance import cluster_graphs
+from tenuto.profiles.networks.merging.matching import OMEGA, SharedOperator, match_models, weighted
+from tenuto.profiles.networks.merging.merge_plan import MergePlan
 from tenuto.profiles.networks.merging.merged_program import build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 from tenuto.profiles.networks.network import size_mib
 
+# The radius of DBSCAN in graph edits: USHER's published value (OSDI 2024, §4), which only joins models of equal graphs.
+DISTANCE = 1e-7
 # limit: the largest error of an output, relative to its largest magnitude. Models whose merged outputs have a larger
 # error are not merged.
 TOLERANCE = 1e-5
 
 
 class MergedModels:
-    """The programs of a cluster, for any of its models together or one alone. All share one copy of the weights."""
+    """The programs of a cluster, for any of its models together or one alone. All share one copy of the weights.
 
-    def __init__(self, plan: MergePlan, signatures: Mapping[str, ModelSignature]) -> None:
-        """Keep the plan, and the signature of each of its models; each program is built when it is first needed."""
+    After `settle` it can be pickled, so that other processes can run it.
+    """
+
+    def __init__(self, plan: MergePlan) -> None:
+        """Keep the plan; each program is built when it is first needed."""
         self._plan: MergePlan | None = plan
         self._programs: dict[tuple[str, ...], fx.GraphModule] = {}
         self._outputs = {name: len(model.outputs) for name, model in plan.models.items()}
-        self.signatures = signatures
+        self.names = tuple(plan.models)
         self.weights_mib = plan.store.size_mib  # weights of all models; common weights count once
 
     def program(self, present: Sequence[str]) -> fx.GraphModule:
         """Return the program of some of the models. It takes their inputs one after another, in the cluster's order,
         and returns all their outputs."""
-        chosen = tuple(name for name in self.signatures if name in present)
+        chosen = tuple(name for name in self.names if name in present)
         if chosen not in self._programs and self._plan is not None:
             self._programs[chosen] = build_program(self._plan, chosen)
         return self._programs[chosen]
@@ -53,8 +57,8 @@ class MergedModels:
 
         From then on only the merged weights are kept. There are 2**models - 1 programs.
         """
-        for count in range(1, len(self.signatures) + 1):
-            for present in combinations(self.signatures, count):
+        for count in range(1, len(self.names) + 1):
+            for present in combinations(self.names, count):
                 self.program(present)
         self._plan = None
         moved: dict[int, torch.Tensor] = {}
@@ -66,22 +70,24 @@ class MergedModels:
                     node.update_kwarg("device", torch.device(device))
             program.recompile()
 
-    def __call__(self, batches: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
+    def run(self, batches: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
         """Run batches of some of the models together, each of its own size, and return every model's outputs."""
-        chosen = [name for name in self.signatures if name in batches]
+        chosen = [name for name in self.names if name in batches]
         outputs = list(self.program(chosen)(*(tensor for name in chosen for tensor in batches[name])))
-        by_model = {}
+        found = {}
         for name in chosen:
             count = self._outputs[name]
-            by_model[name], outputs = tuple(outputs[:count]), outputs[count:]
-        return by_model
+            found[name], outputs = tuple(outputs[:count]), outputs[count:]
+        return found
 
 
-def merge_models(models: Mapping[str, LoadedModel]) -> tuple[list[MergedModels], MergeReport]:
+def merge_models(
+    models: Mapping[str, tuple[torch.nn.Module, ModelSignature]],
+) -> tuple[list[MergedModels], MergeReport]:
     """Merge models as far as possible.
 
     Args:
-        models: by name; their modules are in evaluation mode, and are not changed.
+        models: modules in evaluation mode with their signatures, by name; they are not changed.
 
     Returns:
         The merged clusters and the report. It says why a model is in no cluster.
@@ -91,90 +97,112 @@ def merge_models(models: Mapping[str, LoadedModel]) -> tuple[list[MergedModels],
     """
     if len(models) < 2:
         raise InvalidInputError("Merging needs at least two models. Name another one.")
-    unmerged: dict[str, str] = {}
-    alike: defaultdict[Any, list[CapturedModel]] = defaultdict(list)
-    for name, loaded in models.items():
+    captured, unmerged = {}, {}
+    for name, (module, signature) in models.items():
         try:
-            captured = capture(name, loaded.module, _examples(loaded, 3, 0))
+            captured[name] = capture(name, module, _examples(module, signature, 3, 0))
         except InvalidInputError as error:
             unmerged[name] = error.problems[0].rule if error.problems else str(error)
-        else:
-            alike[captured.graph()].append(captured)
+    clusters, distances = cluster_graphs({n: model.graph() for n, model in captured.items()}, DISTANCE)
     merged, reports = [], []
-    for cluster in alike.values():
-        joined = {name for nodes in MergePlan(cluster).shared_operators() for name in nodes}
-        rule = "no other model has an equal operator graph"
-        if len(cluster) > 1:
-            rule = "no operator has the same weights as the operator at the same place of another model"
-        unmerged |= {model.name: rule for model in cluster if model.name not in joined}
-        together = [model for model in cluster if model.name in joined]
-        if together:
-            made, report, reason = _merge_cluster(together, models)
-            if made is not None and report is not None:
-                merged.append(made)
-                reports.append(report)
-            else:
-                unmerged |= {model.name: reason for model in together}
-    return merged, MergeReport(tuple(reports), dict(sorted(unmerged.items())))
+    for names in clusters:
+        found, report, reasons = _merge_cluster([captured[name] for name in names], models)
+        unmerged |= reasons
+        if found is not None and report is not None:
+            merged.append(found)
+            reports.append(report)
+    inside = {name for cluster in clusters for name in cluster}
+    for name in captured:
+        if name not in inside:
+            near = min((d for pair, d in distances.items() if name in pair), default=float("inf"))
+            unmerged[name] = (
+                f"no other model's operator graph is within {DISTANCE:g} edits; the nearest is {near:g} away"
+                if near < float("inf")
+                else "no other model could be traced"
+            )
+    shown = {f"{a} | {b}": distance for (a, b), distance in distances.items()}
+    return merged, MergeReport(tuple(reports), dict(sorted(unmerged.items())), shown)
 
 
 def _merge_cluster(
-    together: Sequence[CapturedModel], models: Mapping[str, LoadedModel]
-) -> tuple[MergedModels | None, MergedCluster | None, str]:
-    """Return the merged models and their report, or the reason why they cannot run as one."""
-    plan = MergePlan(together)
+    captured: list[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]
+) -> tuple[MergedModels | None, MergedCluster | None, dict[str, str]]:
+    before = sum(size_mib(models[model.name][0]) for model in captured)
+    shared = match_models(captured)
+    joined = {name for group in shared for name in group.members}
+    alone = [model for model in captured if model.name not in joined]
+    reasons = {
+        model.name: f"no operator has {OMEGA:.0%} of its weights in common with the operator at the same depth "
+        f"of {captured[0].name}"
+        if model is not captured[0]
+        else f"no other model of equal graph has {OMEGA:.0%} of an operator's weights in common with it"
+        for model in alone
+    }
+    together = [model for model in captured if model.name in joined]
+    if not together:
+        return None, None, reasons
+    before -= sum(size_mib(models[model.name][0]) for model in alone)
+    total = sum(weighted(model, node) is not None for model in together for node in model.operators)
+    described = tuple(_described(group, together) for group in shared)
     try:
-        made = MergedModels(plan, {model.name: models[model.name].signature for model in together})
+        made = MergedModels(MergePlan(together, shared))
         worst = _worst_error(made, models)
     except (RuntimeError, IndexError, KeyError, ValueError, TypeError) as error:
-        return None, None, f"the merged program does not run ({first_line(error)[:200]})"
+        reason = f"the merged program does not run ({first_line(error)[:200]})"
+        return None, None, reasons | {model.name: reason for model in together}
     if not worst <= TOLERANCE:
         reason = f"merged outputs err by {worst:.1e}, more than {TOLERANCE:.0e} of the largest magnitude"
-        return None, None, reason
-    shared = plan.shared_operators()
-    before = sum(weighted(model, node) is not None for model in together for node in model.operators)
+        return None, None, reasons | {model.name: reason for model in together}
     report = MergedCluster(
-        models=tuple(made.signatures),
-        operators=tuple(_described(nodes, plan) for nodes in shared),
-        operators_before=before,
-        operators_after=before - sum(len(nodes) - 1 for nodes in shared),
-        memory_before_mib=sum(size_mib(models[model.name].module) for model in together),
+        models=made.names,
+        operators=described,
+        operators_before=total,
+        operators_after=total - sum(len(group.members) - 1 for group in shared if group.is_whole),
+        operators_partly=sum(len(group.members) for group in shared if not group.is_whole),
+        shared_parameters=sum(group.part.parameters for group in shared),
+        memory_before_mib=before,
         memory_after_mib=made.weights_mib,
         worst_error=worst,
     )
-    return made, report, ""
+    return made, report, reasons
 
 
-def _described(nodes: Mapping[str, fx.Node], plan: MergePlan) -> MergedOperator:
-    names, parameters = {}, 0
-    for name, node in nodes.items():
-        model = plan.models[name]
-        operator = weighted(model, node)
-        assert operator is not None
-        names[name], parameters = model.names[operator.weight], model.weights[operator.weight].numel()
-    return MergedOperator(str(node.target).split(".")[1], model.facts[node].depth, names, parameters)
+def _described(group: SharedOperator, models: Sequence[CapturedModel]) -> MergedOperator:
+    by_name = {model.name: model for model in models}
+    first = next(iter(group.members.values()))
+    largest = max(by_name[m.model].weights[m.weight].numel() for m in group.members.values())
+    return MergedOperator(
+        kind=str(first.node.target).split(".")[1],
+        depth=by_name[first.model].facts[first.node].depth,
+        names={m.model: by_name[m.model].names[m.weight] for m in group.members.values()},
+        similarity=group.similarity,
+        shared_pct=100.0 * group.part.parameters / largest,
+        rows=len(group.part.rows),
+        columns=len(group.part.columns),
+        shared_parameters=group.part.parameters,
+    )
 
 
-def _worst_error(made: MergedModels, models: Mapping[str, LoadedModel]) -> float:
+def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]) -> float:
     """Return the largest error of an output, relative to the output's largest magnitude. It is over joint batches of
     equal and unequal sizes, and over every model alone. It is infinite if only the merged output is not a number."""
-    names = list(made.signatures)
+    count = len(made.names)
     trials = [
-        dict.fromkeys(names, 2),
+        dict.fromkeys(made.names, 2),
         # Format: batch sizes of a check, from 1 to 3.
-        {name: 1 + (2 * index) % 3 for index, name in enumerate(names)},
-        *({name: 1 + index % 2} for index, name in enumerate(names)),
+        {name: 1 + (2 * index) % 3 for index, name in enumerate(made.names)},
+        *({name: 1 + index % 2} for index, name in enumerate(made.names)),
     ]
-    if len(names) > 2:
-        trials.append({names[0]: 1, names[-1]: 2})
+    if count > 2:
+        trials.append({made.names[0]: 1, made.names[-1]: 2})
     worst = 0.0
     with torch.inference_mode():
         for seed, sizes in enumerate(trials):
-            batches = {name: _examples(models[name], size, seed) for name, size in sizes.items()}
-            merged = made(batches)
+            batches = {name: _examples(*models[name], size, seed) for name, size in sizes.items()}
+            found = made.run(batches)
             for name, inputs in batches.items():
-                plain: Any = models[name].module(*inputs)
-                for mine, right in zip(merged[name], plain if isinstance(plain, tuple) else (plain,), strict=True):
+                plain: Any = models[name][0](*inputs)
+                for mine, right in zip(found[name], plain if isinstance(plain, tuple) else (plain,), strict=True):
                     if mine.shape != right.shape:
                         return float("inf")
                     scale = float(right.abs().max())
@@ -183,9 +211,9 @@ def _worst_error(made: MergedModels, models: Mapping[str, LoadedModel]) -> float
     return worst
 
 
-def _examples(loaded: LoadedModel, size: int, seed: int) -> tuple[torch.Tensor, ...]:
+def _examples(module: torch.nn.Module, signature: ModelSignature, size: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Return random inputs that the model accepts, on the device and in the type of its weights."""
-    weight = next((p for p in loaded.module.parameters() if p.is_floating_point()), torch.empty(0))
-    arrays = random_inputs(loaded.signature, size, seed)
-    tensors = [torch.from_numpy(arrays[spec.name]) for spec in loaded.signature.inputs]
+    weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    arrays = random_inputs(signature, size, seed)
+    tensors = [torch.from_numpy(arrays[spec.name]) for spec in signature.inputs]
     return tuple(t.to(weight.device, weight.dtype if t.is_floating_point() else t.dtype) for t in tensors)

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class MergedOperator:
-    """Operators of several models that run once, as their weights are equal. `names`: the weight's name in every
-    model. `parameters`: how many numbers it has."""
+    """Operators of several models that run their common weights once.
+
+    `names`: the weight's name in every model. `similarity`: twice the common submatrix over the sum of the weights, the
+    least among the members. `shared_pct`: the submatrix that really runs once, in percent of the larger operator.
+    `rows` and `columns`: its output and input features.
+    """
 
     kind: str
     depth: int
     names: dict[str, str]
-    parameters: int
+    similarity: float
+    shared_pct: float
+    rows: int
+    columns: int
+    shared_parameters: int
 
 
 @dataclass(frozen=True)
 class MergedCluster:
     """Models merged into one program. `operators_before` and `operators_after`: operators with weights that run for one
-    request to every model."""
+    request to every model. `operators_partly`: operators after merging that share only a part of their weights."""
 
     models: tuple[str, ...]
     operators: tuple[MergedOperator, ...]
     operators_before: int
     operators_after: int
+    operators_partly: int
+    shared_parameters: int
     memory_before_mib: float
     memory_after_mib: float
     worst_error: float  # over all outputs, relative to the largest magnitude of the output
 
+    @property
+    def memory_saved_mib(self) -> float:
+        """MiB of weights that are no longer kept twice."""
+        return self.memory_before_mib - self.memory_after_mib
+
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The merged clusters, and the reasons why other models are not merged."""
+    """The merged clusters, the reasons why other models are not merged, and the graph edit distances of all pairs."""
 
     clusters: tuple[MergedCluster, ...]
     unmerged: dict[str, str]
+    distances: dict[str, float]
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        data = asdict(self)
+        for cluster, shown in zip(self.clusters, data["clusters"], strict=True):
+            shown["memory_saved_mib"] = cluster.memory_saved_mib
+        return data

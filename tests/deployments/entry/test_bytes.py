@@ -31,7 +31,7 @@ from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, Tens
 from tenuto.profiles.networks.hooks import load_hooks
 from tenuto.profiles.networks.inputs import as_blocks, blank_inputs
 from tenuto.profiles.networks.model_options import RunOptions
-from tenuto.profiles.networks.programs import Member, load_program, lone_program
+from tenuto.profiles.networks.programs import Member, lone_program, prepare_program
 from tests.deployments.gpulet.test_streaming_gpulet import OWN, make_plan, start
 from tests.instruments.live import PATIENCE_S
 
@@ -407,7 +407,7 @@ def test_what_cannot_take_strings_is_refused_when_the_model_is_loaded(options: d
     with pytest.raises(InvalidInputError, match="some of bytes"):
         load_hooks("tests.instruments.own_hooks:Hooks", signature)
     with pytest.raises(InvalidInputError, match="merges with no other"):
-        load_program([Member(name, f"{OWN}:add_texts") for name in "ab"], [1])
+        prepare_program([Member(name, f"{OWN}:add_texts") for name in "ab"], "/nowhere")
     with pytest.raises(InvalidInputError, match="tensor of bytes"):
         ModelSignature("image", (BYTES_IN,), (BYTES_OUT,))
     for more in ({"below": 3}, {"accepts": ("uint8",)}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.inputs import as_blocks
-from tenuto.profiles.networks.merging.joint_network import even_split, load_joint_network
-from tenuto.profiles.networks.merging.merge import merge_models
-from tenuto.profiles.networks.programs import Member, load_program
+from tenuto.profiles.networks.merging.joint_network import Merged, MergedNetwork, even_split
+from tenuto.profiles.networks.programs import Member, load_program, prepare_program
 from tenuto.profiles.networks.runner import ProgramRunner
 from tests.instruments.mergeable import Attention, Convolutional
 
@@ -76,7 +76,9 @@ def check(runner: ProgramRunner, models: Mapping[str, LoadedModel], sizes: Mappi
 @pytest.fixture(scope="module")
 def three() -> tuple[ProgramRunner, dict[str, LoadedModel]]:
     models = {"a": base(), "b": head(), "c": second_and_head()}
-    network = load_joint_network({"a": base(), "b": head(), "c": second_and_head()}, {}, (3,), torch.device("cpu"))
+    merged = Merged.of({"a": base(), "b": head(), "c": second_and_head()})
+    network = MergedNetwork(merged.clusters, merged.signatures, (3,), merged.report)
+    network.settle(torch.device("cpu"))
     return ProgramRunner(network), models
 
 
@@ -115,10 +117,10 @@ def test_originals_are_let_go_and_what_they_have_in_common_is_held_once() -> Non
         held = [(key, copy) for key, copy, storage in copies if not storage.expired()]
         return [key for (key, one), (same, other) in combinations(held, 2) if key == same and torch.equal(one, other)]
 
-    clusters, _ = merge_models(models)
+    merged = Merged.of(models)
     del models, weights
     assert held_twice()
-    for cluster in clusters:
+    for cluster in merged.clusters:
         cluster.settle("cpu")
     assert not held_twice()
 
@@ -140,30 +142,35 @@ def test_warm_up_runs_joint_batches_and_the_largest_of_every_model_alone(
     runner.warm_up(1)
 
 
-@pytest.mark.parametrize("other", [unlike, attention])
-def test_models_that_do_not_merge_run_as_single_graphs_and_the_note_has_the_cure(
-    other: Callable[[], LoadedModel],
-) -> None:
-    network = load_joint_network({"m0": base(), "m1": other()}, {}, (2,), torch.device("cpu"))
-    assert (network.way, network.facts(), list(network.signatures)) == ("single graphs", {}, ["m0", "m1"])
-    assert [note.partition(" ")[0] for note in network.notes] == ["m0", "m1"]
-    assert all("runs by itself" in note and "Remove the group from `merge`" in note for note in network.notes)
+@pytest.mark.parametrize("others", [(unlike,), (attention,)])
+def test_models_that_do_not_merge_are_refused_with_the_cure(others: tuple[Callable[[], LoadedModel], ...]) -> None:
+    models = {f"m{number}": factory() for number, factory in enumerate((base, *others))}
+    with pytest.raises(InvalidInputError, match=r"cannot run as one program .* Remove the group from `merge`"):
+        Merged.of(models)
 
 
 def member(name: str, factory: str, **options: object) -> Member:
     return Member(name, f"tests.profiles.networks.merging.test_joint_network:{factory}", options=options)
 
 
-def test_what_does_not_merge_stays_single_beside_what_does() -> None:
-    members = [member("a", "base", warmup_runs=1), member("b", "head"), member("c", "unlike")]
+def three_members() -> list[Member]:
+    return [member("a", "base", warmup_runs=1), member("b", "head"), member("c", "unlike")]
+
+
+def test_single_graphs_and_merged_ones_answer_alike_and_what_does_not_merge_stays_single(tmp_path: Path) -> None:
+    file = str(tmp_path / "merged")
+    prepare_program(three_members(), file)
     models = {"a": base(), "b": head(), "c": unlike()}
-    runner = load_program(members, [1, 4])
-    assert list(runner.signatures) == ["a", "b", "c"]
-    for sizes in ({"a": 1, "b": 2, "c": 1}, {"b": 4}, {"c": 2, "a": 2}):
-        check(runner, models, sizes)
-    assert runner.network.way == "merged in part"
-    assert runner.network.facts()["worst_error"] <= 1e-5
-    (note,) = runner.network.notes
+    single, merged = load_program(three_members(), [1, 4]), load_program(three_members(), [1, 4], prepared_file=file)
+    for runner in (single, merged):
+        assert list(runner.signatures) == ["a", "b", "c"]
+        for sizes in ({"a": 1, "b": 2, "c": 1}, {"b": 4}, {"c": 2, "a": 2}):
+            check(runner, models, sizes)
+    assert (single.network.way, single.network.facts()) == ("single graphs", {})
+    assert merged.network.way == "merged in part"
+    assert merged.network.weights_mib < single.network.weights_mib
+    assert merged.network.facts()["worst_error"] <= 1e-5
+    (note,) = merged.network.notes
     assert note.startswith("c runs by itself")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
 from tenuto.profiles.networks.merging.report import MergeReport
 from tests.instruments.mergeable import Attention, Convolutional
@@ -23,7 +24,20 @@ class Branching(torch.nn.Module):
 
 
 def signature(*shape: int) -> ModelSignature:
-    return ModelSignature("tensor", (TensorSignature("x", "float32", shape),), ())
+    tensor = SimpleNamespace(name="x", dtype="float32", shape=shape, below=None)
+    return cast(ModelSignature, SimpleNamespace(inputs=(tensor,)))
+
+
+class OneConvolution(torch.nn.Module):
+    """A convolution of any settings, and a head that does not depend on the image's size."""
+
+    def __init__(self, kernel: int, stride: int, padding: int, dilation: int, groups: int) -> None:
+        super().__init__()
+        self.only = torch.nn.Conv2d(4, 8, kernel, stride, padding, dilation, groups)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.head(self.only(image).relu().sum((2, 3))))
 
 
 class Flattening(torch.nn.Module):
@@ -50,7 +64,7 @@ def pair(kind: type[torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]
 
 
 def merge(spec: ModelSignature, **modules: torch.nn.Module) -> tuple[list[MergedModels], MergeReport]:
-    return merge_models({name: LoadedModel(module, spec) for name, module in modules.items()})
+    return merge_models({name: (module, spec) for name, module in modules.items()})
 
 
 def assert_same(
@@ -59,7 +73,7 @@ def assert_same(
     """The merged program gives what the modules give, on batches of these sizes."""
     batches = {name: (torch.randn(size, *shape),) for name, size in sizes.items()}
     with torch.inference_mode():
-        found = merged(batches)
+        found = merged.run(batches)
         for name, (given,) in batches.items():
             right = modules[name](given)
             assert found[name][0].shape == right.shape
@@ -85,11 +99,15 @@ def tuned() -> Tuned:
     return Tuned({"a": a, "b": b}, before, merged, report)
 
 
-def test_operators_of_equal_weights_run_once_though_their_inputs_differ_and_outputs_stay(tuned: Tuned) -> None:
+def test_a_fine_tuned_convolution_is_shared_in_part_and_outputs_stay(tuned: Tuned) -> None:
     cluster = tuned.report.clusters[0]
 
-    assert {op.names["a"]: op.parameters for op in cluster.operators} == {"first.weight": 216, "head.weight": 40}
-    assert (cluster.operators_before, cluster.operators_after) == (6, 4)
+    assert {op.names["a"]: round(op.shared_pct) for op in cluster.operators} == {
+        "first.weight": 100,
+        "second.weight": 50,
+        "head.weight": 100,
+    }
+    assert (cluster.operators_before, cluster.operators_after, cluster.operators_partly) == (6, 4, 2)
     assert cluster.worst_error <= 1e-5
     assert 0 < cluster.memory_after_mib < cluster.memory_before_mib
     for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"a": 3}, {"b": 4}):
@@ -113,7 +131,7 @@ def test_equal_models_run_everything_once() -> None:
     (merged,), report = merge(IMAGE, a=a, b=b)
     cluster = report.clusters[0]
 
-    assert (cluster.operators_before, cluster.operators_after) == (6, 3)
+    assert (cluster.operators_before, cluster.operators_after, cluster.operators_partly) == (6, 3, 0)
     assert cluster.memory_after_mib == pytest.approx(cluster.memory_before_mib / 2, rel=0.05)
     assert_same(merged, (3, 8, 8), {"a": a, "b": b}, a=2, b=3)
 
@@ -124,16 +142,16 @@ def test_equal_graphs_without_common_weights_stay_apart_with_the_reason() -> Non
 
     assert merged == []
     assert set(report.unmerged) == {"a", "b"}
-    assert "same weights" in report.unmerged["a"]
+    assert "in common" in report.unmerged["a"]
 
 
 def test_other_graphs_and_untraceable_models_stay_apart_while_the_rest_merges() -> None:
     a, b = pair(Convolutional)
     models = {"a": (a, IMAGE), "b": (b, IMAGE), "t": (Attention().eval(), TOKENS), "w": (Branching().eval(), IMAGE)}
-    (merged,), report = merge_models({name: LoadedModel(*model) for name, model in models.items()})
+    (merged,), report = merge_models(models)
 
-    assert list(merged.signatures) == ["a", "b"]
-    assert "no other model has an equal operator graph" in report.unmerged["t"]
+    assert merged.names == ("a", "b")
+    assert "edits" in report.unmerged["t"]
     assert "cannot be traced" in report.unmerged["w"]
 
 
@@ -146,32 +164,58 @@ def test_the_originals_are_left_as_they_are(tuned: Tuned) -> None:
     assert all(torch.equal(tensor, tuned.before[name]) for name, tensor in tuned.modules["b"].state_dict().items())
 
 
-def test_two_pairs_within_one_cluster_merge_each_for_itself() -> None:
+def test_a_part_that_lies_elsewhere_in_the_other_weight_is_shared_too() -> None:
     a, b = pair(Convolutional)
-    torch.manual_seed(7)
-    c, d = Convolutional().eval(), Convolutional().eval()
-    d.load_state_dict(c.state_dict())
-    modules: dict[str, torch.nn.Module] = {"a": a, "c": c, "b": b, "d": d}
-    (merged,), report = merge(IMAGE, **modules)
+    weight = cast(Any, a).second.weight.detach()
+    moved = torch.randn_like(weight)
+    moved[1:, 2:] = weight[:-1, :-2]
+    cast(Any, b).second.weight.data = moved
+    (merged,), report = merge(IMAGE, a=a, b=b)
 
-    assert (report.clusters[0].operators_before, report.clusters[0].operators_after) == (12, 6)
-    for sizes in ({"a": 1, "b": 2, "c": 3, "d": 1}, {"a": 2, "c": 1}, {"b": 1, "d": 2}):
-        assert_same(merged, (3, 8, 8), modules, **sizes)
+    second = next(op for op in report.clusters[0].operators if op.names["a"] == "second.weight")
+    assert (second.rows, second.columns) == (7, 6)
+    for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"b": 4}):
+        assert_same(merged, (3, 8, 8), {"a": a, "b": b}, **sizes)
+
+
+def random_convolution(seed: int) -> tuple[tuple[int, int, int, int, int], list[tuple[int, int]]]:
+    """Return settings of a convolution and two sizes of images it accepts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(least: int, below: int) -> int:
+        return int(torch.randint(least, below, (), generator=generator))
+
+    kernel, stride, padding = drawn(1, 4), drawn(1, 4), drawn(0, 4)
+    dilation, groups = drawn(1, 3), (1, 1, 2, 4)[drawn(0, 4)]
+    return (kernel, stride, padding, dilation, groups), [(drawn(6, 13), drawn(6, 13)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_smaller_image_is_padded_and_nothing_is_seen_of_it(seed: int) -> None:
+    settings, sizes = random_convolution(seed)
+    torch.manual_seed(seed)
+    a, b = OneConvolution(*settings).eval(), OneConvolution(*settings).eval()
+    b.load_state_dict(a.state_dict())
+    if settings[-1] == 1 and seed % 2:
+        b.only.weight.data[:3] += 0.2  # the rest of its rows is shared
+    shapes = {name: (4, *size) for name, size in zip("ab", sizes, strict=True)}
+    merged, report = merge_models({"a": (a, signature(*shapes["a"])), "b": (b, signature(*shapes["b"]))})
+
+    assert "only.weight" in {op.names["a"] for op in report.clusters[0].operators}
+    assert report.clusters[0].worst_error <= 1e-5
+    nodes = merged[0].program(("a", "b")).graph.nodes
+    once = [node for node in nodes if node.op == "call_function" and "conv2d" in str(node.target)]
+    assert len(once) == (1 if torch.equal(a.only.weight, b.only.weight) else 3)  # else the rest of each by itself
 
 
 @pytest.mark.parametrize("kind", [Attention, Flattening])
-def test_a_shorter_text_holds_the_weights_once_and_runs_once_what_its_length_does_not_change(
-    kind: type[torch.nn.Module],
-) -> None:
+def test_a_shorter_text_is_padded(kind: type[torch.nn.Module]) -> None:
     a, b = pair(kind)
-    short, longer = LoadedModel(a, signature(6, 12)), LoadedModel(b, signature(9, 12))
-    merged, report = merge_models({"a": short, "b": longer})
+    merged, report = merge_models({"a": (a, signature(6, 12)), "b": (b, signature(9, 12))})
 
-    (cluster,) = report.clusters
-    assert [operator.names["a"] for operator in cluster.operators] == ["head.weight"]
-    assert cluster.memory_after_mib == pytest.approx(cluster.memory_before_mib / 2)
+    assert len(report.clusters[0].operators) == len([n for n, _ in a.named_parameters() if n.endswith("weight")])
     with torch.inference_mode():
         given = {"a": torch.randn(3, 6, 12), "b": torch.randn(2, 9, 12)}
-        outputs = merged[0]({name: (tensor,) for name, tensor in given.items()})
+        found = merged[0].run({name: (tensor,) for name, tensor in given.items()})
         for name, module in {"a": a, "b": b}.items():
-            assert torch.allclose(outputs[name][0], module(given[name]), atol=1e-5)
+            assert torch.allclose(found[name][0], module(given[name]), atol=1e-5)
