@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.choosing import CONFIRMING, LARGE, ChoosingOptions
+from tenuto.batching.planning.candidates import LARGE, SearchOptions
+from tenuto.batching.planning.search import CONFIRMING
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.expectation.outlook import alike_key
@@ -36,7 +37,7 @@ class LossTrials:
         if plan.models != self._models:
             self._models = plan.models
             others = tuple(spec for spec in plan.models if spec.generates is None)
-            options = ChoosingOptions()
+            options = SearchOptions()
             self._groups = [_Group(others, options, options.requests, CONFIRMING)] if others else []
             own = (with_lengths(spec) for spec in plan.models if spec.generates is not None)
             self._groups += [_Group((spec,), options, _OF_STEPS, 1) for spec in own]
@@ -46,7 +47,7 @@ class LossTrials:
 class _Group:
     """Models that are tried together. What was run is known from then on, whichever GPUs it is on."""
 
-    def __init__(self, models: tuple[ModelSpec, ...], options: ChoosingOptions, requests: int, confirming: int) -> None:
+    def __init__(self, models: tuple[ModelSpec, ...], options: SearchOptions, requests: int, confirming: int) -> None:
         made = partial(Trials, models, scheduler=options.scheduler, network=NetworkDelay(*options.network_ms))
         self._models, self._least = models, options.attainment
         self._names = {spec.name for spec in models}

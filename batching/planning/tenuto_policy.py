@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tenuto.batching.planning.buying import cheapest
-from tenuto.batching.planning.choosing import Candidate, Chooser, ChoosingOptions
+from tenuto.batching.planning.candidates import Candidate, SearchOptions
+from tenuto.batching.planning.search import Search
 from tenuto.batching.planning.token_trials import carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
@@ -27,7 +27,7 @@ STEADY_SLOS = 10.0  # derived: times its SLO, as long as requests then wait no l
 
 
 @dataclass(kw_only=True, eq=False)
-class TenutoPolicy(ChoosingOptions, Policy):
+class TenutoPolicy(SearchOptions, Policy):
     """Chooses among the plans of other policies by the queueing and batches that are expected of them, and by trials in
     virtual time under the scheduler that will serve them.
 
@@ -36,7 +36,7 @@ class TenutoPolicy(ChoosingOptions, Policy):
     2. Each serves the same arrivals in virtual time; its value is the weighted requests per second in time. The one
        that is expected to serve most, by the model from which every plan's expectation is made, is tried first; of
        those that are expected to serve everything, the one with most headroom. It is taken if it does.
-    3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`buying`).
+    3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`search`).
     4. What is promised is what longer trials of other arrivals served, no more and no less.
 
     Of more than 40 models or GPUs what is expected decides, without trials. On GPUs that may be cut into MIG
@@ -77,9 +77,9 @@ class TenutoPolicy(ChoosingOptions, Policy):
     def for_worst_served(self) -> TenutoPolicy:
         """Return the same policy, which takes the plan that serves the worst served model best. Plans are served by the
         workload's objective all the same."""
-        found = _ByWorstServed(**{name: getattr(self, name) for name in self.options})
-        found.watch = self.watch
-        return found
+        policy = _ByWorstServed(**self.options)
+        policy.watch = self.watch
+        return policy
 
     def carries(self, spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
         """Return what a share carries of a model that generates, by trials in virtual time."""
@@ -90,58 +90,38 @@ class TenutoPolicy(ChoosingOptions, Policy):
         return served_in_trial(spec, hosts, attainment=self.attainment, seed=self.seed)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return the best plan found."""
+        """Return the best plan of the search."""
         if not workload.models:
             return _nothing(cluster, {})
-        choice = Chooser(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
-        found = choice.sliced()
-        if found is None or found.plan.unserved or any(gpu.mig != "managed" for gpu in cluster.gpus):
-            found = _better(found, _uncut(choice, cluster), self.attainment)
-        if found is None:
-            why = f"no start can plan: {next(iter(choice.refused.values()), 'there is none')}"
+        search = Search(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
+        best = search.best()
+        if best is None:
+            why = f"no start can plan: {next(iter(search.candidates.refused.values()), 'there is none')}"
             late = "on none of the GPUs is one request within its SLO"
             costs = costs_of(workload, cluster, profiles)
             able = {name: any(on.steps()[1] <= on.slo_ms for on in by.values()) for name, by in costs.items()}
             return _nothing(cluster, {spec.name: why if able[spec.name] else late for spec in workload.models})
-        hosted = {replica.name for gpulet in found.plan.gpulets for replica in gpulet.models}
+        hosted = {replica.name for gpulet in best.plan.gpulets for replica in gpulet.models}
         reasons = {
-            spec.name: found.plan.unserved_reasons.get(spec.name, "the other models serve more without it")
+            spec.name: best.plan.unserved_reasons.get(spec.name, "the other models serve more without it")
             for spec in workload.models
             if spec.name not in hosted
         }
-        return found.plan.model_copy(
+        return best.plan.model_copy(
             update={
                 "policy": PolicyUsed(name=self.name),
                 # What was tried is a scheduler that runs whichever batch is due, not the rounds of gpulet's plan.
-                "gpulets": tuple(gpulet.model_copy(update={"duty_cycle_ms": None}) for gpulet in found.plan.gpulets),
-                "expected": _expected(found, workload, hosted, self.attainment),
+                "gpulets": tuple(gpulet.model_copy(update={"duty_cycle_ms": None}) for gpulet in best.plan.gpulets),
+                "expected": _expected(best, workload, hosted, self.attainment),
                 "unserved": tuple(reasons),
                 "unserved_reasons": reasons,
-                "notes": tuple(_notes(choice, found, self.scheduler)),
+                "notes": tuple(_notes(search, best, self.scheduler)),
             }
         )
 
 
 class _ByWorstServed(TenutoPolicy):
     _compares_by = "each"
-
-
-def _uncut(choice: Chooser, cluster: Cluster) -> Candidate | None:
-    """Return the best plan on GPUs as they are."""
-    if cluster.elastic:
-        return cheapest(choice, cluster)
-    return choice.best(choice.candidates(cluster, is_one_enough=choice.is_large))
-
-
-def _better(one: Candidate | None, other: Candidate | None, attainment: float) -> Candidate | None:
-    """Return the candidate that serves all, of two that do the cheaper one, and of two that do not what serves more."""
-    found = [each for each in (one, other) if each is not None]
-
-    def rank(each: Candidate) -> tuple[bool, float]:
-        is_enough = each.judged.keeps(attainment)
-        return not is_enough, each.price if is_enough else -each.judged.value
-
-    return min(found, key=rank, default=None)
 
 
 def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
@@ -154,25 +134,25 @@ def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
     )
 
 
-def _expected(found: Candidate, workload: Workload, hosted: set[str], attainment: float) -> Expected:
+def _expected(best: Candidate, workload: Workload, hosted: set[str], attainment: float) -> Expected:
     """Return what a trial served; nothing without one, nor of a model in time whose SLO the trial was too short for."""
-    judged = found.judged  # of a rare model a single miss is more than it may lose, and kept
+    judged = best.judged  # of a rare model a single miss is more than it may lose, and kept
     is_kept = judged.kept(attainment)
     parts = np.where(is_kept, np.maximum(judged.attainment, attainment), judged.attainment)
     models = {
         spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * float(part), 6))
         for spec, part, kept in zip(workload.models, parts, is_kept, strict=True)
-        if spec.name in hosted and found.trial is not None
+        if spec.name in hosted and best.is_tried
         if not kept or STEADY_SLOS * spec.slo_ms <= 1000.0 * judged.window_s
     }
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
 
 
-def _notes(choice: Chooser, found: Candidate, scheduler: str) -> Iterator[str]:
-    judged, worst = found.judged, int(found.judged.attainment.argmin())
-    by = "in its trial" if found.trial is not None else "by the model of queueing and batches"
-    yield f"the plan of {found.start}; plans tried in virtual time under '{scheduler}': {choice.count}"
+def _notes(search: Search, best: Candidate, scheduler: str) -> Iterator[str]:
+    judged, worst = best.judged, int(best.judged.attainment.argmin())
+    by = "in its trial" if best.is_tried else "by the model of queueing and batches"
+    yield f"the plan of {best.start}; plans tried in virtual time under '{scheduler}': {search.count}"
     yield (
         f"{by} {100 * judged.ok_rps.sum() / judged.offered_rps.sum():.4g} % of the requests are in time, the least of "
-        f"{choice.worth.models[worst].name}: {100 * judged.attainment[worst]:.4g} %"
+        f"{search.candidates.worth.models[worst].name}: {100 * judged.attainment[worst]:.4g} %"
     )

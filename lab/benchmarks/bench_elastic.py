@@ -27,8 +27,9 @@ from bench_promises import Scene
 from placement_scenes import NETWORKS, machine, thesis
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.choosing import Chooser, ChoosingOptions
+from tenuto.batching.planning.candidates import SearchOptions
 from tenuto.batching.planning.judging import Judged
+from tenuto.batching.planning.search import Search
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
@@ -111,11 +112,11 @@ def cheapest_kept(scene: Scene, judges: Sequence[Trials], price: float, most: in
     for cost, cluster in small_clusters(scene.cluster, most):
         if cost >= price - 1e-6 or any(not Counter(cluster.counts) - Counter(more.counts) for more in hopeless):
             continue
-        choice = Chooser(ChoosingOptions(), scene.workload, cluster, scene.profiles)
-        found = choice.candidates(cluster)
-        if max((each.foreseen.value for each in found), default=0.0) < 0.9 * choice.worth.most:
+        candidates = Search(SearchOptions(), scene.workload, cluster, scene.profiles).candidates
+        found = candidates.on(cluster)
+        if max((each.foreseen.value for each in found), default=0.0) < 0.9 * candidates.worth.most:
             hopeless.append(cluster)
-        likely = (each for each in found if each.foreseen.value >= 0.97 * choice.worth.most)
+        likely = (each for each in found if each.foreseen.value >= 0.97 * candidates.worth.most)
         if any(all(judged.run(each.plan, attainment=KEPT).keeps(KEPT) for judged in judges) for each in likely):
             best, price = (cost, cluster), cost
     return best
@@ -147,10 +148,10 @@ def main() -> None:
         if below:
             print(f"seed {seed}: {', '.join(sorted(below))} among {REQUESTS:,} requests; others decide", flush=True)
             below = below_unsaid(drawn, plan, deciding.run(plan))
-        choice, starts, failed = Chooser(ChoosingOptions(), drawn.workload, drawn.cluster, drawn.profiles), [], []
-        for own in choice.candidates(drawn.cluster):
+        search, starts, failed = Search(SearchOptions(), drawn.workload, drawn.cluster, drawn.profiles), [], []
+        for own in search.candidates.on(drawn.cluster):
             if trials.run(own.plan, attainment=KEPT).keeps(KEPT):
-                stood = price_of(own.plan) >= price - 1e-6 or choice.safe(own) is not None
+                stood = price_of(own.plan) >= price - 1e-6 or search.safe(own) is not None
                 (starts if stood else failed).append((price_of(own.plan), own.start))
         start_price, start_name = min(starts, default=(price, ""))
         failed_price, failed_name = min(failed, default=(price, ""))

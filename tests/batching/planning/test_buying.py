@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from tenuto.batching.planning.choosing import Chooser, ChoosingOptions
+from tenuto.batching.planning.candidates import SearchOptions
+from tenuto.batching.planning.search import Search
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.placement.planner import PlanTask, plan_on_fewest
@@ -51,9 +52,10 @@ def test_no_small_cluster_that_a_brute_force_finds_is_cheaper(scale: float, t4: 
         ]
         if groups and sum(group.count * (group.price_per_hour or 0.0) for group in groups) < price - 1e-6:
             small = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}]})
-            choice = Chooser(ChoosingOptions(**QUICK), workload, small, PROFILES)
-            found = [each for each in choice.candidates(small) if each.foreseen.value >= 0.98 * choice.worth.most]
-            assert not any(choice.safe(each) for each in found), counts
+            search = Search(SearchOptions(**QUICK), workload, small, PROFILES)
+            most = 0.98 * search.candidates.worth.most
+            likely = [each for each in search.candidates.on(small) if each.foreseen.value >= most]
+            assert not any(search.safe(each) for each in likely), counts
 
 
 def test_nothing_is_promised_in_full_that_missed_it_in_its_trial() -> None:

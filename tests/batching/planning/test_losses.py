@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.planning.choosing import LARGE
+from tenuto.batching.planning.candidates import LARGE
 from tenuto.batching.planning.losses import LossTrials
 from tenuto.batching.planning.trial import Trials
 from tenuto.loadgen.simulated import Simulation

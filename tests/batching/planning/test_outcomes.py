@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.planning.buying import cheapest
-from tenuto.batching.planning.choosing import Candidate, Chooser, ChoosingOptions
+from tenuto.batching.planning.candidates import Candidate, Candidates, SearchOptions, order
 from tenuto.batching.planning.judging import Judged, Worth
+from tenuto.batching.planning.search import Search
 from tenuto.placement import Cluster, ModelSpec, Plan, Replica, Workload
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet
+from tenuto.placement.watch import PlanningWatch
 from tenuto.profiles import Profiles
 
 RATE = 100.0
@@ -37,7 +38,7 @@ def judged(worth: Worth, parts: tuple[float, ...], *, is_ended: bool = False) ->
     return Judged(WINDOW_S, offered, ok, np.array([0.5]), -1.0 if is_ended else worth.of(ok, offered))
 
 
-class Told:
+class WrittenRuns:
     """Runs that end as was written down, by the plan's policy."""
 
     def __init__(self, outcomes: Mapping[str, tuple[float, ...]], worth: Worth) -> None:
@@ -49,25 +50,19 @@ class Told:
         return judged(self._worth, parts, is_ended=run.value < floor or min(parts) < attainment)
 
 
-class ByHand(Chooser):
-    """A choice among drawn plans: what is expected of each, and what its trials serve, have nothing to do with each
-    other."""
+class DrawnCandidates(Candidates):
+    """Drawn plans: what is expected of each, and what its trials serve, have nothing to do with each other."""
 
     def __init__(self, seed: int) -> None:
         self._rng, self.outcomes = random.Random(f"outcomes {seed}"), dict[str, tuple[float, ...]]()
         groups = [{"type": kind, "price_per_hour": round(self._rng.uniform(0.5, 4.0), 2)} for kind in ("v100", "t4")]
-        cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}], "elastic": True})
-
-        def told(models: tuple[ModelSpec, ...], **given: Any) -> Any:
-            return Told(self.outcomes, Worth(models, given["objective"]))
-
-        super().__init__(ChoosingOptions(), WORKLOAD, cluster, Profiles([]), trials=told)
-        self.cluster = cluster
+        self.cluster = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}], "elastic": True})
+        super().__init__(SearchOptions(), WORKLOAD, self.cluster, Profiles([]), PlanningWatch(), "weighted")
         self.starts = [self._drawn({kind: self._rng.randint(0, 3) for kind in ("v100", "t4")}) for _ in range(5)]
 
-    def candidates(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
-        found = self.starts if cluster.elastic else [self._drawn(cluster.counts)]
-        return sorted(found, key=lambda each: each.rank(self.aim))
+    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
+        drawn = self.starts if cluster.elastic else [self._drawn(cluster.counts)]
+        return sorted(drawn, key=lambda each: order(each, each.foreseen, SearchOptions().aim))
 
     def _drawn(self, counts: Mapping[str, int]) -> Candidate:
         kinds = [kind for kind, count in counts.items() for _ in range(count)] or ["t4"]
@@ -89,15 +84,21 @@ class ByHand(Chooser):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_start_that_stood_as_much_is_cheaper_whatever_was_expected(seed: int) -> None:
-    choice = ByHand(seed)
-    found = cheapest(choice, choice.cluster)
-    assert found is not None
-    assert found.trial is not None
-    assert (found.trial.attainment == choice.served(found).attainment).all()
-    if found.trial.surely_keeps(LEAST):
-        as_much = [each for each in choice.starts if choice.served(each).surely_keeps(LEAST)]
+    drawn = DrawnCandidates(seed)
+
+    def runs(models: tuple[ModelSpec, ...], **given: Any) -> Any:
+        return WrittenRuns(drawn.outcomes, Worth(models, given["objective"]))
+
+    search = Search(SearchOptions(), WORKLOAD, drawn.cluster, Profiles([]), trials=runs)
+    search.candidates = drawn
+    best = search.best()
+    assert best is not None
+    assert best.is_tried
+    assert (best.judged.attainment == drawn.served(best).attainment).all()
+    if best.judged.surely_keeps(LEAST):
+        as_much = [each for each in drawn.starts if drawn.served(each).surely_keeps(LEAST)]
     else:
-        assert not any(choice.served(each).surely_keeps(LEAST) for each in choice.starts)
-        as_much = [each for each in choice.starts if choice.served(each).value >= found.trial.value]
-        assert all(choice.served(each).value == found.trial.value for each in as_much)
-    assert all(found.price <= each.price + 1e-6 for each in as_much)
+        assert not any(drawn.served(each).surely_keeps(LEAST) for each in drawn.starts)
+        as_much = [each for each in drawn.starts if drawn.served(each).value >= best.judged.value]
+        assert all(drawn.served(each).value == best.judged.value for each in as_much)
+    assert all(best.price <= each.price + 1e-6 for each in as_much)

@@ -1,0 +1,294 @@
+"""The search of policy `tenuto`: one loop that takes candidates, has each judged, and keeps the best.
+
+On a fixed cluster the candidates are the plans of its starts, in the order of what is expected of them. On an elastic
+one they are those and then the plans of clusters that are bought: with more GPUs until a plan stands its trial, and
+from there on with GPUs that cost less. GPUs that may be cut into MIG instances have candidates of their own.
+
+The judge is what is expected of a plan, by the model that makes every plan's expectation, and trials in virtual time
+under the scheduler that will serve it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice, product
+
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.candidates import Candidate, Candidates, SearchOptions, order
+from tenuto.batching.planning.judging import Judged
+from tenuto.batching.planning.trial import Trials
+from tenuto.placement import Cluster, Workload
+from tenuto.placement.cluster import GpuGroup, Node
+from tenuto.placement.watch import PlanningWatch
+from tenuto.placement.workload import Objective
+from tenuto.profiles import Profiles
+
+# Fitted: times as many requests of other arrivals in a confirming trial. Of rare models the short trial sees a few
+# hundred requests, whose misses come in clumps: of 193 models four had stood it and lose 1.2 to 2.6 % for good
+# (lab/journal/benchmarks-placement.md).
+CONFIRMING = 12
+ROUNDS = 4  # limit: confirming trials of a plan of which it is not clear whether it keeps every model's attainment
+MOST_MORE = 8  # limit: GPUs of a cluster beyond twice as many as a start has
+FREE = 1e-6  # derived: below every price: of a GPU that costs nothing, so that fewer of them are better
+CLUSTERS = 40  # limit: clusters that are planned for one price
+STEPS, REACH = 8, 4  # fitted: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
+
+
+class Search:
+    """The search for one workload. `count` says how many plans were tried."""
+
+    def __init__(
+        self,
+        options: SearchOptions,
+        workload: Workload,
+        cluster: Cluster,
+        profiles: Profiles,
+        watch: PlanningWatch | None = None,
+        trials: Callable[..., Trials] = Trials,
+        compares_by: Objective | None = None,
+    ) -> None:
+        """`trials`: makes what runs plans, given as `Trials` is. `compares_by`: the objective by which plans are
+        compared, if not the workload's, by which they are served."""
+        self._options, self._cluster, self._watch = options, cluster, watch or PlanningWatch()
+        objective = compares_by or workload.objective
+        self.candidates = Candidates(options, workload, cluster, profiles, self._watch, objective)
+        self._is_large = self.candidates.is_large
+        self._make_trials = partial(
+            trials,
+            workload.models,
+            scheduler=options.scheduler,
+            objective=objective,
+            network=NetworkDelay(*options.network_ms),
+        )
+        self._trials = self._make_trials(requests=options.requests, seed=options.seed)
+        self._longer: list[Trials] = []
+        self.count = 0
+
+    def best(self) -> Candidate | None:
+        """Return the best plan of all candidates; None where there is none.
+
+        GPUs that may be cut are cut; where that leaves a model out, or other GPUs are there too, the plan on GPUs as
+        they are is looked for as well.
+        """
+        cut = self._on_cut_gpus()
+        if cut is not None and not cut.plan.unserved and all(gpu.mig == "managed" for gpu in self._cluster.gpus):
+            return cut
+        uncut = self._cheapest() if self._cluster.elastic else self._on_given_gpus()
+        both, least = (each for each in (cut, uncut) if each is not None), self._options.attainment
+        return min(both, key=lambda each: order(each, each.judged, least, by_price=True), default=None)
+
+    def _first_enough(
+        self,
+        candidates: Iterable[Candidate],
+        judge: Callable[[Candidate, Candidate | None], Candidate | None],
+        place: Callable[[Candidate], tuple[float, ...]],
+    ) -> Candidate | None:
+        """Return the first candidate that is enough once it is judged; where none is, the one that comes first in an
+        order.
+
+        Args:
+            candidates: to be judged one after the other, until the watch stops the search.
+            judge: returns a candidate, with its trials where it was tried, or None if it is not to be had. It gets the
+                best so far.
+            place: the place of a judged candidate in the order.
+        """
+        best: Candidate | None = None
+        for candidate in candidates:
+            if best is not None and self._watch.is_stopped():
+                break
+            judged = judge(candidate, best)
+            if judged is not None and self._is_enough(judged):
+                return judged
+            if judged is not None and (best is None or place(judged) < place(best)):
+                best = judged
+        return best
+
+    def _is_enough(self, each: Candidate) -> bool:
+        """Whether confirming trials, or of many models what is expected, say that every model keeps its attainment."""
+        least = self._options.attainment
+        if self._is_large:
+            return each.foreseen.keeps(least)
+        return each.confirmed is not None and each.confirmed.surely_keeps(least)
+
+    # Three searches by that loop -------------------------------------------------------------------------------------
+
+    def _on_given_gpus(self, starts: Sequence[Candidate] | None = None) -> Candidate | None:
+        """Return the candidate that serves most on a fixed cluster, of several the cheapest.
+
+        The first that serves everything in its trial, and in longer ones too, is taken. Where none does, the one that
+        serves most promises what it serves in longer trials. Of many models or GPUs what is expected decides.
+        """
+        if starts is None:
+            starts = self.candidates.on(self._cluster, is_one_enough=self._is_large)
+        if not starts or self._is_large or self._watch.is_stopped():
+            return starts[0] if starts else None
+
+        def judge(each: Candidate, best: Candidate | None) -> Candidate | None:
+            tried = self._tried(each, floor=0.0 if best is None or best.trial is None else best.trial.value)
+            return self._confirmed(tried) if tried is not None and tried.judged.keeps(self._options.aim) else tried
+
+        def place(each: Candidate) -> tuple[float, ...]:
+            return *order(each, each.trial or each.foreseen, None), each.price
+
+        best = self._first_enough(starts, judge, place) or starts[0]
+        return best if self._watch.is_stopped() else self._confirmed(best)
+
+    def _on_cut_gpus(self) -> Candidate | None:
+        """Return the plan on GPUs cut into MIG instances that is expected to keep every model's attainment, on an
+        elastic cluster on the fewest GPUs on which one stands its trial, or else to serve most."""
+        least = self._options.attainment
+
+        def judge(each: Candidate, _best: Candidate | None) -> Candidate:
+            return (self.safe(each) if each.foreseen.keeps(least) else None) or each
+
+        def place(each: Candidate) -> tuple[float, ...]:
+            return order(each, each.foreseen, least)
+
+        best = self._first_enough(self.candidates.on_cut_gpus(), judge, place)
+        return None if best is None else self._confirmed(best)
+
+    def _cheapest(self) -> Candidate | None:
+        """Return the cheapest plan found that stands its trial, or else the start that serves most, with what it
+        served.
+
+        The search begins with the cheapest start that stands its trial; where none does, GPUs are added to the one that
+        serves most. From there on it looks at clusters that cost less, each with as many GPUs as that price allows,
+        those most like the present one first. A cluster that fails rules out all clusters within it.
+        """
+        starts = self.candidates.on(self._cluster)
+        if not starts:
+            return None
+        purchase = _Purchase(self._cluster)
+        by_price = sorted(starts, key=lambda each: purchase.price(each.bought))
+        best = self._first_safe(chain(by_price, self._with_more_gpus(purchase, starts[0])))
+        if best is None:
+            return self._on_given_gpus(starts)
+        failed: list[Mapping[str, int]] = []
+        step, in_vain = max(1, sum(best.bought.values()) // STEPS), 0.0
+        while step and not self._watch.is_stopped():
+            # Half of what its GPUs idle is saved at first; what fails halves that, down to any lower price.
+            price = purchase.price(best.bought)
+            saved = (price - max(in_vain, price * float(best.foreseen.busy.mean()))) / 2.0
+            most = price - (saved if saved > min(purchase.prices.values()) else FREE / 2.0)
+            clusters = (each for each in purchase.below(most, best.bought, step) if not _is_within(each, failed))
+            for counts in islice(clusters, CLUSTERS):
+                cheaper = self._first_safe(self._on_counts(purchase, counts))
+                if cheaper is not None:
+                    best = cheaper
+                    break
+                failed.append(counts)
+            else:
+                in_vain = most
+                step //= 2 if most > price - FREE else 1
+        return best
+
+    def _first_safe(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """Return the first candidate that stands its trial."""
+        return self._first_enough(candidates, lambda each, _best: self.safe(each), lambda _: ())
+
+    def _with_more_gpus(self, purchase: _Purchase, start: Candidate) -> Iterator[Candidate]:
+        """Yield plans with one GPU of any type more, and with more again of the type that serves most for its price, or
+        leaves most headroom, as long as they are not too many."""
+        present, most = start, 2 * sum(start.bought.values()) + MOST_MORE
+        while sum(present.bought.values()) < most and not self._watch.is_stopped():
+            gains = []
+            for kind, price in sorted(purchase.prices.items()):
+                planned = self._on_counts(purchase, {**present.bought, kind: present.bought.get(kind, 0) + 1})
+                yield from planned
+                for each in planned[:1]:
+                    gain = (present.foreseen.value - each.foreseen.value) / price
+                    gains.append((gain, order(each, each.foreseen, 1.0), each))
+            before, present = present, min(gains, key=lambda each: each[:2])[2] if gains else present
+            if sum(present.bought.values()) <= sum(before.bought.values()):
+                return
+
+    def _on_counts(self, purchase: _Purchase, counts: Mapping[str, int]) -> list[Candidate]:
+        """Return the candidates on so many GPUs of each type; of many models the first that is enough."""
+        return self.candidates.on(purchase.cluster(counts), is_one_enough=self._is_large)
+
+    # The judge -------------------------------------------------------------------------------------------------------
+
+    def _tried(self, each: Candidate, *, floor: float) -> Candidate | None:
+        """Return a candidate with its trial; None where that ended early, because it cannot reach the value `floor` any
+        more."""
+        self._say(each)
+        trial = self._trials.run(each.plan, floor=floor)
+        return None if trial.value < 0.0 else replace(each, trial=trial)
+
+    def safe(self, each: Candidate) -> Candidate | None:
+        """Return a candidate with its confirming trials if every model surely keeps its attainment, or else None. Of
+        many models what is expected is believed."""
+        if not self._is_large:
+            self._say(each)
+            # A plan that misses half as much again as it may need not be tried to the end.
+            each = self._confirmed(each, attainment=2.0 * self._options.attainment - self._options.aim)
+        return each if self._is_enough(each) else None
+
+    def _confirmed(self, each: Candidate, *, attainment: float = 0.0) -> Candidate:
+        """Return a candidate with longer trials of other arrivals, one after the other until it is clear whether every
+        model keeps its attainment; of many models without one. A trial ends early where a model cannot keep
+        `attainment`."""
+        if self._is_large or each.confirmed is not None:
+            return each
+        least = self._options.attainment
+        judged: Judged | None = None
+        for index in range(ROUNDS):
+            if judged is not None and (judged.surely_keeps(least) or judged.surely_misses(least)):
+                break
+            if index == len(self._longer):
+                requests, seed = CONFIRMING * self._options.requests, self._options.seed + 1 + index
+                self._longer.append(self._make_trials(requests=requests, seed=seed))
+            run = self._longer[index].run(each.plan, attainment=attainment)
+            judged = run if judged is None else judged.and_then(run)
+        return replace(each, confirmed=judged)
+
+    def _say(self, each: Candidate) -> None:
+        self.count += 1
+        self._watch.say(f"trial {self.count} in virtual time: the plan of {each.start}")
+
+
+class _Purchase:
+    """What can be bought: GPU types with their prices. `prices` are per hour, by type."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._of_type = cluster.one_of_each
+        self.prices = {kind: max(FREE, price) for kind, price in cluster.prices.items()}
+
+    def price(self, counts: Mapping[str, int]) -> float:
+        """Return what so many GPUs of each type cost an hour."""
+        return sum(self.prices[kind] * count for kind, count in counts.items())
+
+    def cluster(self, counts: Mapping[str, int]) -> Cluster:
+        """Return the fixed cluster of so many GPUs of each type."""
+        groups = tuple(
+            GpuGroup(type=kind, count=counts[kind], memory_mib=gpu.memory_mib, price_per_hour=gpu.price_per_hour)
+            for kind, gpu in sorted(self._of_type.items())
+            if counts.get(kind)
+        )
+        return Cluster(nodes=(Node(name="n0", gpus=groups),))
+
+    def below(self, price: float, present: Mapping[str, int], step: int) -> list[dict[str, int]]:
+        """Return clusters of at most this price to which no GPU can be added, those with most in common with the
+        present one first; of all types but the cheapest up to `REACH` steps more or fewer GPUs."""
+        *dear, last = sorted(self.prices, key=lambda kind: (-self.prices[kind], kind))
+        clusters = []
+        for steps in product(range(-REACH, REACH + 1), repeat=len(dear)):
+            cluster = {kind: max(0, present.get(kind, 0) + n * step) for kind, n in zip(dear, steps, strict=True)}
+            left = price - self.price(cluster)
+            if left >= 0.0:
+                cluster[last] = min(int(left / self.prices[last]), 2 * sum(present.values()) + MOST_MORE)
+                if any(cluster.values()) and cluster not in clusters:
+                    clusters.append(cluster)
+
+        def changed(each: Mapping[str, int]) -> float:
+            return sum(self.prices[kind] * abs(n - present.get(kind, 0)) for kind, n in each.items())
+
+        return sorted(clusters, key=changed)
+
+
+def _is_within(counts: Mapping[str, int], others: Iterable[Mapping[str, int]]) -> bool:
+    """Whether some other cluster has at least as many GPUs of each type."""
+    return any(not Counter(counts) - Counter(other) for other in others)
