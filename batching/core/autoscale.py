@@ -94,15 +94,15 @@ class AutoscaleAdvisor:
         return advice
 
     def _advance(self, now_s: float) -> list[Advice]:
-        found = []
+        advices = []
         while now_s >= self._start_s + self.options.window_s:
             end_s = self._start_s + self.options.window_s
             self._gpu_s += self._gpus * (end_s - self._now_s)
-            found.append(self._close(end_s))
+            advices.append(self._close(end_s))
             self._start_s = self._now_s = end_s
         self._gpu_s += self._gpus * max(0.0, now_s - self._now_s)
         self._now_s = max(self._now_s, now_s)
-        return found
+        return advices
 
     def _close(self, end_s: float) -> Advice:
         requests = self._good + self._bad

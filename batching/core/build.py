@@ -171,11 +171,11 @@ def _generating_everywhere(
     if len(workload.models) > 1 or spec.generates is None:
         rule = "generates, and not every GPU can hold it beside other models"
         raise refused("models", name, rule, "Make a plan of the workload with `tenuto plan`, and simulate that.")
-    found = []
+    generating = []
     for place, gpu in enumerate(cluster.gpus):
         generation = generation_of(spec, gpu.type, profiles)
         limits = _limits(spec.generates, generation.kv_tokens, generation.block_tokens, generation.longest_context)
-        found.append(GeneratingGpulet(place, 0, limits, generation.cost(), generation.decided_ahead))
+        generating.append(GeneratingGpulet(place, 0, limits, generation.cost(), generation.decided_ahead))
     models = _models(workload.models, {})
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, {}) for gpu in cluster.gpus)
-    return System(models, gpulets, network, objective=workload.objective, generating=tuple(found))
+    return System(models, gpulets, network, objective=workload.objective, generating=tuple(generating))

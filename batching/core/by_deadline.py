@@ -49,7 +49,7 @@ class Queue(Generic[P]):
         self.arrived.insert(place, now)
         return not place
 
-    def take(self, begin: int, end: int) -> list[int]:
+    def remove(self, begin: int, end: int) -> list[int]:
         """Remove the requests at these places; returns their ids."""
         taken = self.ids[begin:end]
         del self.ids[begin:end], self.deadlines[begin:end], self.arrived[begin:end]
@@ -111,7 +111,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
 
     def _drop(self, queue: Q, count: int, now: float) -> None:  # noqa: ARG002
         """Give up the first requests of a queue."""
-        self.decisions.append(Drop(queue.program, queue.take(0, count)))
+        self.decisions.append(Drop(queue.program, queue.remove(0, count)))
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
             max(now + gpulets.way_ms(size), free_at),
             gpulets.factor(program, gpulet) * pool.run[program][size],
         )
-        self.decisions.append(Dispatch(gpulet, program, queue.take(skip, skip + size), start, start + run_ms))
+        self.decisions.append(Dispatch(gpulet, program, queue.remove(skip, skip + size), start, start + run_ms))
         gpulets.send(gpulet, run_ms, start + run_ms)
 
     # What a driver calls ---------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
         if request_id not in queue.ids:
             return False
         place = queue.ids.index(request_id)
-        queue.take(place, place + 1)
+        queue.remove(place, place + 1)
         self._cancelled(queue, now_ms)
         return True
 

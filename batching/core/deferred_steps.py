@@ -78,19 +78,18 @@ class DeferredSteps:
         if first_ms > first_in_ms:
             why = f"its first token would take {first_ms:.0f} ms and is due in {first_in_ms:.0f} ms; {_CURE}"
             return Unkept(Rule.FIRST_TOKEN, why)
-        allowed_ms, here = min(tpot_ms, load.least_tpot_ms), load.sequences
+        allowed_ms, present = min(tpot_ms, load.least_tpot_ms), load.sequences
         # Sequences that began together have short contexts now, and long ones later: at least those of half an answer.
         context, each = load.context_tokens + load.unread_tokens, load.mean_prompt + load.mean_output / 2.0
-        beside = here + 1, max(context + prompt_tokens, (here + 1) * each), load
+        beside = present + 1, max(context + prompt_tokens, (present + 1) * each), load
         with_it = self._kept(*beside, allowed_ms)
-        without = self._kept(here, max(context, here * each), load, allowed_ms)
+        without = self._kept(present, max(context, present * each), load, allowed_ms)
         if with_it <= without:
             further_ms, _ = self.further_token_ms(*beside)
             why = f"with it a token would take {further_ms:.1f} ms, and {allowed_ms:.1f} ms are allowed"
             if further_ms <= allowed_ms:  # in the mean, and too often longer
-                why += (
-                    f": {with_it:.1f} of {here + 1} sequences would keep that, and {without:.1f} of {here} without it"
-                )
+                why += f": {with_it:.1f} of {present + 1} sequences would keep that, and "
+                why += f"{without:.1f} of {present} without it"
             return Unkept(Rule.FURTHER_TOKENS, f"{why}; {_CURE}")
         return None
 

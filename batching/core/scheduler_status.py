@@ -39,10 +39,11 @@ class SchedulerStatus:
 def describe_schedulers(schedulers: Iterable[SchedulerStatus]) -> list[str]:
     """Return a line for each scheduler that rehearses: its settings and what they should save."""
     return [
-        f"hold {told.hold:g}, defend {told.defend:g} after {told.rehearsals} rehearsals; expected of the last change: "
-        f"requests lost {_change(told.expected_gain, 1)}, GPU time {_change(told.expected_spared, 0)}"
-        for told in schedulers
-        if told.rehearsals is not None
+        f"hold {status.hold:g}, defend {status.defend:g} after {status.rehearsals} rehearsals; "
+        f"expected of the last change: requests lost {_change(status.expected_gain, 1)}, "
+        f"GPU time {_change(status.expected_spared, 0)}"
+        for status in schedulers
+        if status.rehearsals is not None
     ]
 
 

@@ -299,7 +299,7 @@ class StepScheduler:
         if not self._known:
             self._tpot_ms = math.inf
         self._tpot_ms = min(self._tpot_ms, tpot_ms)
-        found = self._known[sequence] = _Sequence(sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms)
+        taken = self._known[sequence] = _Sequence(sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms)
         self._unread += prompt_tokens
         self._prompts.add(prompt_tokens)
         self._outputs.add(output_tokens)
@@ -307,10 +307,10 @@ class StepScheduler:
             latest_ms = first_by_ms
             if order is not None:
                 latest_ms = order.latest_ms(prompt_tokens, now_ms, first_by_ms, TokenLoad())
-            heappush(self._give_ups, (latest_ms, sequence, found))
+            heappush(self._give_ups, (latest_ms, sequence, taken))
         if not self._queued:
             self._is_blocked = False
-        self._queue.append(found)
+        self._queue.append(taken)
         self._queued += 1
         return None
 
@@ -327,22 +327,22 @@ class StepScheduler:
 
     def cancel(self, sequence: int) -> bool:
         """Forget a sequence and free its memory at once; False if there is none of that number."""
-        found = self._known.pop(sequence, None)
-        if found is None:
+        one = self._known.pop(sequence, None)
+        if one is None:
             return False
-        if found.state in (_WAITING, _READING):
-            self._unread -= found.todo - found.read
-        if found.state == _WAITING:
+        if one.state in (_WAITING, _READING):
+            self._unread -= one.todo - one.read
+        if one.state == _WAITING:
             self._queued -= 1
             self._is_blocked = False
-        elif found.state == _ENDING:
+        elif one.state == _ENDING:
             self._ending -= 1
-            self._give_back(found.blocks)
+            self._give_back(one.blocks)
         else:
-            if found.state == _DECODING:
-                self._outputs.correct(found.written + self._turn - found.began - found.output)
-            self._leave(found)
-        found.state = _GONE
+            if one.state == _DECODING:
+                self._outputs.correct(one.written + self._turn - one.began - one.output)
+            self._leave(one)
+        one.state = _GONE
         return True
 
     def decide(self, now_ms: float = 0.0) -> Step | None:
@@ -410,8 +410,8 @@ class StepScheduler:
     def done(self, step: Step, ended: tuple[int, ...] = ()) -> None:
         """Take note that a step has ended; `ended` are sequences that stop before their last token."""
         for name in step.last:
-            found = self._known.get(name)
-            if found is not None and found.state == _ENDING:
+            one = self._known.get(name)
+            if one is not None and one.state == _ENDING:
                 self.cancel(name)
         for name in ended:
             self.cancel(name)

@@ -168,8 +168,8 @@ class System(ByFields):
     @cached_property
     def program_of(self) -> tuple[int, ...]:
         """The program of every model, by index."""
-        found = {member: index for index, program in enumerate(self.programs) for member in program.members}
-        return tuple(found[index] for index in range(len(self.models)))
+        program_of = {member: index for index, program in enumerate(self.programs) for member in program.members}
+        return tuple(program_of[index] for index in range(len(self.models)))
 
     @cached_property
     def offered(self) -> tuple[Model, ...]:

@@ -88,7 +88,7 @@ Layout = tuple[tuple[str, int], ...]
 
 def layouts_of(profiles: Mapping[str, InstanceProfile]) -> list[Layout]:
     """Return the ways to cut a GPU to which no instance can be added; of those with the same sizes one."""
-    found: dict[tuple[str, ...], Layout] = {}
+    layouts: dict[tuple[str, ...], Layout] = {}
 
     def extend(placed: Layout, free: frozenset[int]) -> None:
         is_full = True
@@ -100,10 +100,10 @@ def layouts_of(profiles: Mapping[str, InstanceProfile]) -> list[Layout]:
                     if not placed or start > placed[-1][1]:
                         extend((*placed, (name, start)), free - taken)
         if is_full:
-            found.setdefault(tuple(sorted(name for name, _ in placed)), placed)
+            layouts.setdefault(tuple(sorted(name for name, _ in placed)), placed)
 
     extend((), frozenset(range(MEMORY_SLICES)))
-    return list(found.values())
+    return list(layouts.values())
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Cutting:
 
     def like(self, sizes: Iterable[str]) -> Layout | None:
         """Return the layout with instances of these sizes; None where one more would fit."""
-        wanted = sorted(sizes)
-        return next((each for each in self._layouts if sorted(size for size, _ in each) == wanted), None)
+        sorted_sizes = sorted(sizes)
+        return next((each for each in self._layouts if sorted(size for size, _ in each) == sorted_sizes), None)
 
     def flow(self, gpus: float) -> float:
         """Return how many times all rates so many GPUs carry as a flow, at best."""
@@ -148,7 +148,7 @@ class Cutting:
         """
         self._spare = spare
         times, layouts, parts = self._spread(gpus, is_whole=True, now=now)
-        there = Counter(size for layout, count in layouts.items() for size, _ in layout for _ in range(count))
+        instances = Counter(size for layout, count in layouts.items() for size, _ in layout for _ in range(count))
         full = EVENED_OUT if evens_out and FULL * times < 1.0 else FULL
         whole = min(1.0, full * times)
         # Fitted: each part that is tried is a fiftieth lower.
@@ -156,9 +156,9 @@ class Cutting:
             low = part / times if times > 0.0 else full
             for step in range(LEVELS):
                 level = low + (full - low) * step / (LEVELS - 1)
-                found = self._filled(there, parts, part, level)
-                if found is not None:
-                    return CutGpus(layouts, found, part)
+                filled = self._filled(instances, parts, part, level)
+                if filled is not None:
+                    return CutGpus(layouts, filled, part)
         return None
 
     def _alone_ms(self, model: CutModel) -> float:
@@ -185,40 +185,41 @@ class Cutting:
             rows.add([*own, last], [*[1.0] * len(own), -1.0], 0.0, least=0.0)
         for s, size in enumerate(sizes):
             work = {column: takes for column, (_, place, takes) in enumerate(pairs) if place == s}
-            there = {first + place: -float(each[size]) for place, each in enumerate(counts) if each[size]}
-            rows.add([*work, *there], [*work.values(), *there.values()], 0.0)
+            instances = {first + place: -float(each[size]) for place, each in enumerate(counts) if each[size]}
+            rows.add([*work, *instances], [*work.values(), *instances.values()], 0.0)
         rows.add(range(first, last), [1.0] * (last - first), gpus)
         least, most = np.zeros(last + 1), np.full(last + 1, np.inf)
         if now is not None:
             bounded = most if gpus <= sum(now.values()) else least
             bounded[first:last] = [now.get(layout, 0) for layout in self._layouts]
         cost, whole = [*[0.0] * last, -1.0], [is_whole and first <= column < last for column in range(last + 1)]
-        found = integer_program(cost, rows, least, most, whole, gap=0.002)  # limit: the search ends this near the best
-        if found.x is None or found.x[last] <= 0.0:
+        # Limit: the search ends this near the best.
+        solution = integer_program(cost, rows, least, most, whole, gap=0.002)
+        if solution.x is None or solution.x[last] <= 0.0:
             return 0.0, {}, {}
-        times = float(found.x[last])
-        layouts = {each: round(n) for each, n in zip(self._layouts, found.x[first:last], strict=True) if round(n)}
+        times = float(solution.x[last])
+        layouts = {each: round(n) for each, n in zip(self._layouts, solution.x[first:last], strict=True) if round(n)}
         parts = {
-            (models[m].name, sizes[s]): float(found.x[column]) / times
+            (models[m].name, sizes[s]): float(solution.x[column]) / times
             for column, (m, s, _) in enumerate(pairs)
-            if found.x[column] > NOTHING_LEFT * times
+            if solution.x[column] > NOTHING_LEFT * times
         }
         return times, layouts, parts
 
     def _filled(
-        self, there: Mapping[str, int], parts: Mapping[tuple[str, str], float], part: float, level: float
+        self, instances: Mapping[str, int], parts: Mapping[tuple[str, str], float], part: float, level: float
     ) -> list[FilledInstance] | None:
         """Return the instances, none of which works more than `level` of its time, with a part of all rates; None where
         they do not hold it."""
-        found: list[FilledInstance] = []
-        left, rest = dict(there), dict.fromkeys(self._models, 0.0)
+        filled: list[FilledInstance] = []
+        left, rest = dict(instances), dict.fromkeys(self._models, 0.0)
         for (name, size), of_rate in parts.items():
             model = self._models[name]
             rate, way = part * of_rate * model.rate_rps, model.best(size, self._alone_ms(model))
             if way is None:
                 continue
             whole = min(left[size], int(rate / (level * way.rate_rps) + NOTHING_LEFT))
-            found += [FilledInstance(size, {name: level * way.rate_rps}, {name: way})] * whole
+            filled += [FilledInstance(size, {name: level * way.rate_rps}, {name: way})] * whole
             left[size] -= whole
             rest[name] += rate - whole * level * way.rate_rps
         begun: list[FilledInstance] = []
@@ -235,7 +236,7 @@ class Cutting:
                 else:
                     begun.append(instance)
                     left[instance.size] -= 1
-        return found + begun
+        return filled + begun
 
     def _gpcs_for(self, name: str, rate_rps: float) -> float:
         """Return how many GPCs a rate takes where it takes fewest."""
@@ -249,13 +250,13 @@ class Cutting:
     ) -> Iterable[tuple[float, float, int, FilledInstance]]:
         """Yield where (a part of) a model's rate can go: how much, less what is idle there then in GPCs, the place of
         the instance among those begun, and the instance as it is then."""
-        found = [(at, self._joined(instance, model, rate_rps, level)) for at, instance in enumerate(begun)]
+        options = [(at, self._joined(instance, model, rate_rps, level)) for at, instance in enumerate(begun)]
         for size, count in left.items():
             way = model.best(size, self._alone_ms(model)) if count else None
             if way is not None:
                 rates = {model.name: min(rate_rps, level * way.rate_rps)}
-                found.append((len(begun), FilledInstance(size, rates, {model.name: way})))
-        for at, instance in found:
+                options.append((len(begun), FilledInstance(size, rates, {model.name: way})))
+        for at, instance in options:
             if instance is not None:
                 idle = (level - instance.busy) * self._profiles[instance.size].gpcs
                 yield instance.rates_rps[model.name], -idle, at, instance
@@ -293,7 +294,7 @@ def _taking_turns(models: Sequence[CutModel], size: str, processes: int, most_ms
         able = {name: way for name, way in ways.items() if way is not None}
         if len(able) < len(ways):
             return {}
-        found = max(way.slowdown for way in able.values())
-        if found <= slowest:
+        slowest_way = max(way.slowdown for way in able.values())
+        if slowest_way <= slowest:
             return able
-        slowest = found
+        slowest = slowest_way

@@ -90,8 +90,8 @@ class Worth:
         served worst, of all requests, and a little of the total so that more for others still counts."""
         if not self._is_fair:
             return float(self._weights @ ok)
-        asked = offered > 0
-        least = float((ok[asked] / offered[asked]).min(initial=1.0))
+        has_requests = offered > 0
+        least = float((ok[has_requests] / offered[has_requests]).min(initial=1.0))
         return (1.0 - TOTAL) * least * float(offered.sum()) + TOTAL * float(ok.sum())
 
 

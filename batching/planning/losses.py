@@ -59,7 +59,9 @@ class _Group:
         """Return which part of each model's requests is served."""
         mine = tuple(g for g in plan.gpulets if any(replica.name in self._names for replica in g.models))
         own = plan.model_copy(update={"gpulets": mine, "models": self._models})
-        key = tuple(sorted(repr([alike_key(gpulet) for gpulet in there]) for there in own.by_gpu().values() if there))
+        key = tuple(
+            sorted(repr([alike_key(gpulet) for gpulet in gpulets]) for gpulets in own.by_gpu().values() if gpulets)
+        )
         if key not in self._known:
             self._known[key] = self._run(own)
         return self._known[key]

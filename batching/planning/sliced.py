@@ -115,12 +115,12 @@ class Slicing:
         pool, kind, left = self._gpus.pool, self._gpus.kind, Counter(layouts)
         for device, placed in self._placed.items():
             layout = self.cutting.like(size for size, _ in placed)
-            cut_gpu = pool.take_named(device, kind) if layout is not None and left[layout] else None
+            cut_gpu = pool.named_gpu(device, kind) if layout is not None and left[layout] else None
             if layout is not None and cut_gpu is not None:
                 left[layout] -= 1
                 yield cut_gpu, placed
         for layout in left.elements():
-            gpu = pool.take(kind)
+            gpu = pool.next_gpu(kind)
             if gpu is not None:
                 yield gpu, layout
 

@@ -114,9 +114,9 @@ class _Home:
         for guest in guests:
             most_ms = min((other.patience_ms for other in guests if other is not guest), default=math.inf)
             calm.append(_Guest.of(guest.on, guest.rate_rps, most_ms))
-        found = tuple(guest for guest in calm if guest is not None)
-        held = held_mib(guest.on.needs_mib(guest.size) for guest in found)
-        return found if len(found) == len(guests) and held <= self.room_mib else None
+        settled = tuple(guest for guest in calm if guest is not None)
+        held = held_mib(guest.on.needs_mib(guest.size) for guest in settled)
+        return settled if len(settled) == len(guests) and held <= self.room_mib else None
 
 
 class _Balance:
@@ -145,8 +145,8 @@ class _Balance:
         return hosting_plan(Balanced.name, self._workload, self._cluster, hosted, {})
 
     def _guests(self, name: str, rate_rps: float) -> dict[str, _Guest]:
-        found = {kind: _Guest.of(on, rate_rps) for kind, on in self._costs[name].items()}
-        return {kind: guest for kind, guest in found.items() if guest is not None}
+        guests = {kind: _Guest.of(on, rate_rps) for kind, on in self._costs[name].items()}
+        return {kind: guest for kind, guest in guests.items() if guest is not None}
 
     def _settle(self, by_kind: Mapping[str, _Guest]) -> None:
         homes = [home for home in self._homes if home.gpu.type in by_kind]
@@ -173,13 +173,13 @@ class _Balance:
                 for back in (None, *other.guests):
                     if back is not None and back.load >= guest.load:
                         continue
-                    here = self._swapped(worst, guest, back)
-                    there = self._swapped(other, back, guest)
-                    if here is None or there is None:
+                    without = self._swapped(worst, guest, back)
+                    with_it = self._swapped(other, back, guest)
+                    if without is None or with_it is None:
                         continue
-                    least = min(self._part(here), self._part(there))
+                    least = min(self._part(without), self._part(with_it))
                     if least > best:
-                        best, changed = least, (here, there)
+                        best, changed = least, (without, with_it)
             if changed is not None:
                 worst.guests, other.guests = changed
                 return True

@@ -141,9 +141,9 @@ def _expected(best: Candidate, workload: Workload, hosted: set[str], attainment:
     parts = np.where(is_kept, np.maximum(judged.attainment, attainment), judged.attainment)
     models = {
         spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * float(part), 6))
-        for spec, part, kept in zip(workload.models, parts, is_kept, strict=True)
+        for spec, part, is_enough in zip(workload.models, parts, is_kept, strict=True)
         if spec.name in hosted and best.is_tried
-        if not kept or STEADY_SLOS * spec.slo_ms <= 1000.0 * judged.window_s
+        if not is_enough or STEADY_SLOS * spec.slo_ms <= 1000.0 * judged.window_s
     }
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
 

@@ -49,8 +49,8 @@ class _Asked:
 
 
 @lru_cache(maxsize=10_000)  # limit: shares, of a kilobyte each; a controller's plans ask for the same again and again
-def _carried_once(asked: _Asked, cost: StepCost, kv_tokens: int, attainment: float, seed: int) -> tuple[float, int]:
-    spec = asked.spec
+def _carried_once(question: _Asked, cost: StepCost, kv_tokens: int, attainment: float, seed: int) -> tuple[float, int]:
+    spec = question.spec
     rate, sequences = carried(spec, cost, kv_tokens)
     if rate <= 0:
         return 0.0, 0

@@ -84,11 +84,11 @@ class Judge:
         that the models served worst are not risked; otherwise 0."""
         return self.chance(one, other) if self._is_each else 0.0
 
-    def harmless(self, found: Mapping[float, Seen], slack: float) -> list[float]:
+    def harmless(self, seen_by_value: Mapping[float, Seen], slack: float) -> list[float]:
         """Return the values that spare every program: none of it loses more than `slack` of its requests beyond what it
         loses with another value. Where each value does, return those at whose cost the fewest requests are lost, to
         chance."""
-        fewest = [min(missed) for missed in zip(*(seen.missed() for seen in found.values()), strict=True)]
+        fewest = [min(missed) for missed in zip(*(seen.missed() for seen in seen_by_value.values()), strict=True)]
         harm = {
             value: sum(
                 [
@@ -98,10 +98,14 @@ class Judge:
                 0.0,
             )
             / max(1.0, sum(seen.offered))
-            for value, seen in found.items()
+            for value, seen in seen_by_value.items()
         }
         best = min(harm, key=lambda value: harm[value])
-        return [value for value in found if harm[value] - harm[best] <= self.chance(found[value], found[best])]
+        return [
+            value
+            for value in seen_by_value
+            if harm[value] - harm[best] <= self.chance(seen_by_value[value], seen_by_value[best])
+        ]
 
     def _worst(self, seen: Seen) -> list[int]:
         """Return the programs by which `each` is judged."""

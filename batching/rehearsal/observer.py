@@ -58,11 +58,11 @@ def rehearsals_of(scheduler: Scheduler) -> Rehearsals | None:
 
 @dataclass(slots=True)
 class ByLoad:
-    """What was found under loads of one band."""
+    """What replays have seen under loads of one band."""
 
     setting: Setting
     knob: int = 0  # the one that the next replay tries
-    found: tuple[dict[float, Seen], dict[float, Seen]] = field(default_factory=lambda: ({}, {}))  # by knob and value
+    seen: tuple[dict[float, Seen], dict[float, Seen]] = field(default_factory=lambda: ({}, {}))  # by knob and value
     done: int = 0  # replays
 
 
@@ -77,7 +77,7 @@ class Rehearsals:
         first = Setting(scheduler.hold, scheduler.defend)
         self._learned = defaultdict[int, ByLoad](lambda: ByLoad(first))  # by band of the load
         self._load = -1.0
-        self._here = self._there = ByLoad(first)  # under the present load; under that of the last recording
+        self._present = self._recorded = ByLoad(first)  # under the present load; under that of the last recording
         self._requests = FIRST
         self._arrivals: list[tuple[float, int, float]] = []
         self._known: Known | None = None  # what the scheduler knew when the recording began; None: nothing is recorded
@@ -96,7 +96,7 @@ class Rehearsals:
         if self._known is not None:
             self._arrivals.append((now, model, deadline_ms))
         self._until -= 1
-        return None if self._until else self._go_on(now)
+        return None if self._until else self._take_step(now)
 
     def due_ms(self, now: float, replay: Replay) -> float:
         """Return when to adopt the result of a replay that is given out now."""
@@ -108,34 +108,34 @@ class Rehearsals:
         if cpu_ms is None:
             cpu_ms = sum([self._replay_ms(replayed.looked) for replayed in result], 0.0)
         self._budget.spend(cpu_ms, now)
-        there, judge = self._there, self._judge
-        setting, knob = there.setting, there.knob
-        found = there.found[knob]
+        recorded, judge = self._recorded, self._judge
+        setting, knob = recorded.setting, recorded.knob
+        seen_by_value = recorded.seen[knob]
         for replayed in result:
             value = replayed.setting[knob]
-            found[value] = found.get(value, judge.nothing).then(replayed)
-        lost = {value: judge.loss(seen) for value, seen in found.items()}
+            seen_by_value[value] = seen_by_value.get(value, judge.nothing).then(replayed)
+        lost = {value: judge.loss(seen) for value, seen in seen_by_value.items()}
         present = setting[knob]
         best = min(lost, key=lambda value: (lost[value], -value))
-        if lost[present] - lost[best] <= max(GAIN, judge.chance(found[present], found[best])):
-            doubt = {value: judge.doubt(found[present], seen) for value, seen in found.items()}
+        if lost[present] - lost[best] <= max(GAIN, judge.chance(seen_by_value[present], seen_by_value[best])):
+            doubt = {value: judge.doubt(seen_by_value[present], seen) for value, seen in seen_by_value.items()}
             as_good = [v for v in lost if lost[v] - lost[present] <= GAIN / 2 - doubt[v] or v == present]
-            harmless = judge.harmless({value: found[value] for value in as_good}, GAIN / 2)
-            best = min(harmless, key=lambda value: found[value].busy_ms)
-            if present in harmless and found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
+            harmless = judge.harmless({value: seen_by_value[value] for value in as_good}, GAIN / 2)
+            best = min(harmless, key=lambda value: seen_by_value[value].busy_ms)
+            if present in harmless and seen_by_value[best].busy_ms > (1.0 - SPARED) * seen_by_value[present].busy_ms:
                 best = present
-        there.done += 1
-        self._until = 1 if self._here.done < AT_ONCE else PAUSE * len(self._arrivals)
+        recorded.done += 1
+        self._until = 1 if self._present.done < AT_ONCE else PAUSE * len(self._arrivals)
         if best != present:
-            there.setting = setting.changed(knob, best)
+            recorded.setting = setting.changed(knob, best)
             self._gain = lost[present] - lost[best]
-            before_ms = found[present].busy_ms  # 0: nothing was met
-            self._spared = 1.0 - found[best].busy_ms / before_ms if before_ms else 0.0
-        there.knob = 1 - knob
+            before_ms = seen_by_value[present].busy_ms  # 0: nothing was met
+            self._spared = 1.0 - seen_by_value[best].busy_ms / before_ms if before_ms else 0.0
+        recorded.knob = 1 - knob
         self._requests = min(MOST, 2 * self._requests)
-        self._scheduler.tune(now, *self._here.setting)
+        self._scheduler.tune(now, *self._present.setting)
 
-    def told(self) -> SchedulerStatus:
+    def status(self) -> SchedulerStatus:
         """Return the scheduler's status with the number of replays, and the share of the requests (or of their worth)
         that the last change should save."""
         return replace(
@@ -151,14 +151,14 @@ class Rehearsals:
     def _follow_load(self, now: float) -> None:
         """Use the setting of the present load, which has changed."""
         load = self._load = self._scheduler.load
-        here = self._learned[math.floor(math.log(load, BAND)) if load else -LONGEST]
-        if here is not self._here:
-            self._here = here
-            if self._known is None and self._until > 0 and here.done < AT_ONCE:
+        present = self._learned[math.floor(math.log(load, BAND)) if load else -LONGEST]
+        if present is not self._present:
+            self._present = present
+            if self._known is None and self._until > 0 and present.done < AT_ONCE:
                 self._until = 1
-            self._scheduler.tune(now, *here.setting)
+            self._scheduler.tune(now, *present.setting)
 
-    def _go_on(self, now: float) -> Replay | None:
+    def _take_step(self, now: float) -> Replay | None:
         """Take the next step: begin to record, go on recording, or give out a replay of the recording."""
         scheduler = self._scheduler
         self._until = COST_EVERY
@@ -170,8 +170,8 @@ class Rehearsals:
                 self._until = min(COST_EVERY, self._requests)
             return None
         arrivals, known = self._arrivals, self._known
-        self._there = self._here
-        present, knob = self._there.setting, self._there.knob
+        self._recorded = self._present
+        present, knob = self._recorded.setting, self._recorded.knob
         values = sorted({*VALUES[knob], present[knob]})
         # A replay looks at batches about as often as the scheduler did.
         is_dear = self._budget.is_used_by(len(values) * self._replay_ms(scheduler.looked - self._looked), now)

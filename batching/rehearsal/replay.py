@@ -58,20 +58,20 @@ class Replay(NamedTuple):
         offered = [0] * programs
         for _, model, _ in self.arrivals[slice(*self.counted)]:
             offered[program_of[model]] += 1
-        found: dict[Setting, Replayed] = {}
+        replayed: dict[Setting, Replayed] = {}
         for setting in sorted(self.settings, key=lambda setting: -setting.defend):
-            if setting in found:
+            if setting in replayed:
                 continue
             chosen = replace(self.options, hold=setting.hold, defend=setting.defend)
             core = self.scheduler(self.system, chosen, self.known)
             met = [0] * programs
             busy_ms = self._run(core, met)
-            made = found[setting] = Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked)
+            made = replayed[setting] = Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked)
             if not core.has_defended and _is_ascending(self.system):
                 for other in self.settings:
                     if other.hold == setting.hold and other.defend < setting.defend:
-                        found[other] = made._replace(setting=other)
-        return [found[setting] for setting in self.settings]
+                        replayed[other] = made._replace(setting=other)
+        return [replayed[setting] for setting in self.settings]
 
     def _run(self, core: Scheduler, met: list[int]) -> float:
         """Count in `met` the requests met, by program; returns how long gpu-lets are busy, in ms."""

@@ -218,10 +218,10 @@ class Engine:
 
     def _write(self, now: float, model: int, request: int) -> None:
         """Let the emptiest replica generate the answer, or the next one where that refuses it."""
-        there = [place for place in self._writers[model] if self.is_there(self._names[place])]
-        outcome = Outcome.REJECTED if there else Outcome.FAILED
-        for _ in range(min(TRIES, len(there))):
-            place = there.pop(emptiest((self.replicas[each].scheduler.sequences, self._rates[each]) for each in there))
+        ready = [place for place in self._writers[model] if self.is_there(self._names[place])]
+        outcome = Outcome.REJECTED if ready else Outcome.FAILED
+        for _ in range(min(TRIES, len(ready))):
+            place = ready.pop(emptiest((self.replicas[each].scheduler.sequences, self._rates[each]) for each in ready))
             if self._is_taken(now, place, request):
                 return
         self.lose(now, outcome, (request,))
@@ -287,7 +287,7 @@ class Engine:
     def status(self) -> SchedulerStatus | None:
         """Return the status of the scheduler, with that of its observer if it has one."""
         if self._rehearsals is not None:
-            return self._rehearsals.told()
+            return self._rehearsals.status()
         return None if self.scheduler is None else self.scheduler.status()
 
     def _add_following(self, due: Sequence[tuple[int, float]], now: float) -> None:

@@ -95,31 +95,31 @@ def find_highest_rate(
         InvalidInputError: limits out of range.
     """
     limits.check()
-    found: HighestRate[T] = HighestRate()
+    highest: HighestRate[T] = HighestRate()
     scale = limits.start_scale
     try:
-        while len(found.tried) < limits.most_runs:
+        while len(highest.tried) < limits.most_runs:
             tried = attempt(scale)
-            found.tried.append((scale, tried))
+            highest.tried.append((scale, tried))
             if tried.ends_search is not None:
-                found.ended = tried.ends_search
-                return found
+                highest.ended = tried.ends_search
+                return highest
             if tried.is_in_time:
-                found.rate_scale, found.best = scale, tried
+                highest.rate_scale, highest.best = scale, tried
             else:
-                found.upper_scale = scale
-            progress(found)
-            if found.bracket <= limits.tolerance:
-                found.ended = "found"
-                return found
-            if found.best is not None and math.isfinite(found.upper_scale):
-                scale = math.sqrt(found.rate_scale * found.upper_scale)
+                highest.upper_scale = scale
+            progress(highest)
+            if highest.bracket <= limits.tolerance:
+                highest.ended = "found"
+                return highest
+            if highest.best is not None and math.isfinite(highest.upper_scale):
+                scale = math.sqrt(highest.rate_scale * highest.upper_scale)
             elif not 1.0 / _FURTHEST < scale / limits.start_scale < _FURTHEST:
-                found.ended = "no rate is in time" if found.best is None else "every rate is in time"
-                return found
+                highest.ended = "no rate is in time" if highest.best is None else "every rate is in time"
+                return highest
             else:
-                scale = scale / limits.growth if found.best is None else scale * limits.growth
-        found.ended = f"stopped after {limits.most_runs} runs"
+                scale = scale / limits.growth if highest.best is None else scale * limits.growth
+        highest.ended = f"stopped after {limits.most_runs} runs"
     except KeyboardInterrupt:
-        found.ended = "interrupted"
-    return found
+        highest.ended = "interrupted"
+    return highest

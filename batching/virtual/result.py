@@ -103,13 +103,13 @@ class SimulationResult:
         its queue counts as expired."""
         total = len(arrival_ms)
         warmup_s = WARM_UP * duration_s if warmup_s is None else warmup_s
-        kept = [i for i, preempted in enumerate(log.preempted) if not preempted]
-        sizes = np.array([len(log.requests[i]) for i in kept], dtype=np.int64)
-        ids = np.fromiter(chain.from_iterable(log.requests[i] for i in kept), dtype=np.int64, count=int(sizes.sum()))
+        ended = [i for i, preempted in enumerate(log.preempted) if not preempted]
+        sizes = np.array([len(log.requests[i]) for i in ended], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(log.requests[i] for i in ended), dtype=np.int64, count=int(sizes.sum()))
 
         def spread(column: list[Any], dtype: Any, missing: float) -> NDArray[Any]:
             values = np.full(total, missing, dtype=dtype)
-            values[ids] = np.repeat(np.array([column[i] for i in kept], dtype=dtype), sizes)
+            values[ids] = np.repeat(np.array([column[i] for i in ended], dtype=dtype), sizes)
             return values
 
         finish = spread(log.finish_ms, np.float64, np.nan)

@@ -156,7 +156,7 @@ class RunningSystem:
         """
         now = self.now_ms
         self._charge()
-        kept: dict[str, _Process] = {}
+        processes: dict[str, _Process] = {}
         self._idle = {gpulet.id for gpulet in standby}
         fixed = plan.model_copy(update={"gpulets": (*plan.gpulets, *standby)}).processes() | plan.processes()
         for gpulet in (*plan.gpulets, *standby):
@@ -170,8 +170,8 @@ class RunningSystem:
                     low, high = self.life.load_s
                     loading_ms = 1000.0 * len(missing) * float(self._generator.uniform(low, high))
                     self._await(process, max(now, process.ready_at) + loading_ms)
-            kept[gpulet.id] = process
-        self._processes = kept
+            processes[gpulet.id] = process
+        self._processes = processes
         self._route(plan, now)
 
     def lose(self, gpulet_ids: Sequence[str]) -> None:
@@ -245,13 +245,13 @@ class RunningSystem:
         if scheduler is None:
             return []
         first = int(np.searchsorted(engine.times_ms[: engine.next], now - self._longest_slo_ms - 1.0))
-        found = []
+        requests = []
         for request in chain(range(first, engine.next), self._may_wait, engine.followed):
             model = engine.index[int(engine.models[request])]
             if model >= 0 and scheduler.cancel(now, model, request):
-                found.append(request)
+                requests.append(request)
         engine.carry_out(now)
-        return found
+        return requests
 
     def _offer(self, name: str, now: float) -> None:
         """Let the scheduler use a gpu-let that is ready and runs no batch, not even one of an earlier plan."""
@@ -308,7 +308,7 @@ class RunningSystem:
 
     # --- looks --------------------------------------------------------------------------------------------------------
 
-    def look(self) -> Look:
+    def observe(self) -> Look:
         """Return what happened since the last look."""
         self._charge()
         engine, models = self._engine, len(self._names)
@@ -342,7 +342,7 @@ class RunningSystem:
     def _read_written(self) -> NDArray[np.int64]:
         """Return by model the requests generated to their end since the last look, in time and late, and the tokens of
         their prompts and outputs."""
-        found, engine = np.zeros((len(self._names), 4), dtype=np.int64), self._engine
+        written, engine = np.zeros((len(self._names), 4), dtype=np.int64), self._engine
         slos = {} if self.plan is None else {spec.name: spec.slo for spec in self.plan.models}
         for request, place in engine.written:
             replica, model = engine.replicas[place], int(engine.models[request])
@@ -354,18 +354,18 @@ class RunningSystem:
                 first_ms - engine.times_ms[request] > slo.ttft_ms + TIME_TOLERANCE_MS
                 or (last_ms - first_ms) / max(1, output - 1) > slo.tpot_ms + TIME_TOLERANCE_MS
             )
-            found[model] += (not is_late, is_late, prompt, output)
+            written[model] += (not is_late, is_late, prompt, output)
         engine.written.clear()
-        return found
+        return written
 
     def _measured_ratios(self) -> dict[str, dict[str, float]]:
         """Return real over planned latency, by gpu-let and program, for programs with enough batches."""
-        found: dict[str, dict[str, float]] = {}
+        ratios: dict[str, dict[str, float]] = {}
         for (place, program), batches in self._odd.items():
             if batches >= _TOLD_AFTER:
                 name = self._system.programs[program].name
-                found.setdefault(self._ids[place], {})[name] = self._factors[name]
-        return found
+                ratios.setdefault(self._ids[place], {})[name] = self._factors[name]
+        return ratios
 
     def _read_log(self, ended: NDArray[np.int64]) -> dict[str, GpuletUse]:
         """Count the requests of ended batches, and empty the log of batches; returns what the gpu-lets did."""
@@ -373,11 +373,11 @@ class RunningSystem:
         busy_ms: dict[str, list[float]] = {}
         for place, start_ms, finish_ms in zip(log.gpulet, log.start_ms, log.finish_ms, strict=True):
             busy_ms.setdefault(self._ids[place], []).append(finish_ms - start_ms)
-        kept = [row for row, preempted in enumerate(log.preempted) if not preempted]
-        if kept:
-            sizes = [len(log.requests[row]) for row in kept]
-            requests = np.fromiter(chain.from_iterable(log.requests[r] for r in kept), np.int64, count=sum(sizes))
-            finish = np.repeat([log.finish_ms[row] for row in kept], sizes) + self._network.response_ms
+        ended_rows = [row for row, preempted in enumerate(log.preempted) if not preempted]
+        if ended_rows:
+            sizes = [len(log.requests[row]) for row in ended_rows]
+            requests = np.fromiter(chain.from_iterable(log.requests[r] for r in ended_rows), np.int64, count=sum(sizes))
+            finish = np.repeat([log.finish_ms[row] for row in ended_rows], sizes) + self._network.response_ms
             in_time = finish <= engine.deadlines_ms[requests] + TIME_TOLERANCE_MS
             models = engine.models[requests]
             ended[:, Outcome.OK] += np.bincount(models[in_time], minlength=len(self._names))

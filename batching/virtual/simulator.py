@@ -93,19 +93,19 @@ def simulate(
     engine.settle(INF, engine.now_ms)
     if follows is not None:
         engine.times_ms[engine.next : planned] = np.nan  # a run that was ended early did not reach these requests
-    kept = engine.next if follows is None else len(times_ms)
+    requests = engine.next if follows is None else len(times_ms)
     return SimulationResult.build(
         system,
-        engine.times_ms[:kept],
-        model_index[:kept],
-        engine.deadlines_ms[:kept],
+        engine.times_ms[:requests],
+        model_index[:requests],
+        engine.deadlines_ms[:requests],
         engine.gpulets.log,
         {outcome: np.fromiter(chain.from_iterable(ids), dtype=np.int64) for outcome, ids in engine.lost.items()},
         duration_s=duration_s if engine.next == planned else engine.now_ms / 1000.0,
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,
         scheduler=engine.status(),
-        writing=None if tokens is None else Writing.of(engine.replicas, tokens, slos or {}, kept),
+        writing=None if tokens is None else Writing.of(engine.replicas, tokens, slos or {}, requests),
     )
 
 

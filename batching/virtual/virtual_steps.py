@@ -179,11 +179,11 @@ class VirtualSteps:
 def curve(knots: Sequence[tuple[float, float]], amounts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return a cost in ms at many amounts: `StepCost`'s lines between knots."""
     x, y = np.array(knots, dtype=np.float64).T
-    found: NDArray[np.float64] = np.interp(amounts, x, y)
+    costs: NDArray[np.float64] = np.interp(amounts, x, y)
     if len(x) > 1:
         beyond = amounts > x[-1]
-        found[beyond] = y[-1] + (y[-1] - y[-2]) / (x[-1] - x[-2]) * (amounts[beyond] - x[-1])
-    return found
+        costs[beyond] = y[-1] + (y[-1] - y[-2]) / (x[-1] - x[-2]) * (amounts[beyond] - x[-1])
+    return costs
 
 
 def run_log(

@@ -49,12 +49,12 @@ class Writing:
     def in_time(self, requests: NDArray[np.int64], model: NDArray[np.int32], arrival_ms: Array) -> NDArray[np.bool_]:
         """Return which of these requests kept both bounds."""
         ttft, tpot = self.times(requests, arrival_ms)
-        found = np.ones(len(requests), dtype=np.bool_)
+        in_time = np.ones(len(requests), dtype=np.bool_)
         for index, slo in self.slos.items():
             mine = model[requests] == index
-            kept = (ttft <= slo.ttft_ms + 1e-6) & ((tpot <= slo.tpot_ms + 1e-6) | np.isnan(tpot))
-            found[mine] = kept[mine]
-        return found
+            both = (ttft <= slo.ttft_ms + 1e-6) & ((tpot <= slo.tpot_ms + 1e-6) | np.isnan(tpot))
+            in_time[mine] = both[mine]
+        return in_time
 
     def times(self, requests: NDArray[np.int64], arrival_ms: Array) -> tuple[Array, Array]:
         """Return TTFT and TPOT in ms; TPOT is NaN for an answer of one token."""

@@ -195,7 +195,7 @@ class ControlledCluster:
                 self._system.advance(1000.0 * at_s)
                 happen(at_s)
             self._system.advance(1000.0 * now_s)
-            look = self._system.look()
+            look = self._system.observe()
             looks.append(look)
             self._controller.observe(now_s, self._seen(now_s, look))
             self._carry_out(now_s)
@@ -205,7 +205,7 @@ class ControlledCluster:
                 ends_s += window_s
                 progress(now_s, self._result)
         self._system.advance(1000.0 * duration_s + 60_000.0)  # limit: for requests that are under way at the end
-        self._close(duration_s + 60.0, [self._system.look()], is_rest=True)
+        self._close(duration_s + 60.0, [self._system.observe()], is_rest=True)
         return self._result
 
     def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:

@@ -160,7 +160,7 @@ class DrivenScheduler:
 
     def status(self) -> SchedulerStatus | None:
         """Return what the scheduler says of itself."""
-        return self.scheduler.status() if self._rehearsals is None else self._rehearsals.told()
+        return self.scheduler.status() if self._rehearsals is None else self._rehearsals.status()
 
     def network(self) -> NetworkStatus:
         """Return the delays that it plans with."""

@@ -144,7 +144,7 @@ class Keeping(Rehearsals):
     def learn(self, result: list[Replayed], now: float, cpu_ms: float | None = None) -> None:
         super().learn(result, now, cpu_ms)
         if self.adopted is None:
-            self.adopted = self.told().hold
+            self.adopted = self.status().hold
 
 
 class Noted(list[Decision]):

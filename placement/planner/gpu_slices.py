@@ -142,8 +142,8 @@ class Mixing:
         starts = [(value, each) for each in self._starts() if (value := self._value(each, others_weigh)) is not None]
         starts.sort(key=lambda start: start[0], reverse=True)
         climbed = [self._climbed(value, layout, others_weigh) for value, layout in starts[:_CLIMBED]]
-        found = max(climbed, key=lambda each: each[0], default=None)
-        return None if found is None else self._mix(found[1])
+        best = max(climbed, key=lambda each: each[0], default=None)
+        return None if best is None else self._mix(best[1])
 
     def _starts(self) -> Iterator[_Layout]:
         """Yield layouts to begin with: one gpu-let of each model, and others that are drawn, the same each time."""
@@ -161,7 +161,7 @@ class Mixing:
     def _climbed(self, value: list[float], layout: _Layout, weigh: float) -> tuple[list[float], _Layout]:
         """Return the best layout that single changes lead to, each the best of its round."""
         for _ in range(_ROUNDS):
-            tried = [(found, other) for other in self._changes(layout) if (found := self._value(other, weigh))]
+            tried = [(gain, other) for other in self._changes(layout) if (gain := self._value(other, weigh))]
             best, other = max(tried, key=lambda each: each[0], default=(value, layout))
             if best <= [_GAIN * each for each in value]:
                 break
@@ -181,10 +181,10 @@ class Mixing:
 
     def _packed(self, layout: _Layout) -> list[list[tuple[int, int]]] | None:
         """Return by GPU the (place, share) of its gpu-lets; None where they do not fit."""
-        wanted = [(share, place) for place, (count, share) in enumerate(layout.lies) for _ in range(count)]
+        units = [(share, place) for place, (count, share) in enumerate(layout.lies) for _ in range(count)]
         on: list[list[tuple[int, int]]] = [[] for _ in self._gpus]
         left = [100] * len(self._gpus)
-        for share, place in sorted(wanted, key=lambda each: (-each[0], each[1])):
+        for share, place in sorted(units, key=lambda each: (-each[0], each[1])):
             fits = [i for i, room in enumerate(left) if room >= share and all(other != place for other, _ in on[i])]
             if not fits:
                 return None
@@ -223,18 +223,18 @@ class Mixing:
             if left:
                 free.append(self._times_s(self._gpus[0].type, left, memory * self._gpus[0].memory_mib))
         times = [
-            kept * rate / spec.rate_rps
-            for rate, spec, kept in zip(carried_rps, self._specs, self._kept(layout), strict=True)
+            part * rate / spec.rate_rps
+            for rate, spec, part in zip(carried_rps, self._specs, self._kept(layout), strict=True)
         ]
         return sorted([*times, self._others_times(free) / weigh])
 
     def _kept(self, layout: _Layout) -> list[float]:
         """Return by model which part of what must survive its gpu-lets keep after the loss of a domain, at most 1."""
-        found = []
+        parts = []
         for spec, (count, _) in zip(self._specs, layout.lies, strict=True):
             left = left_of(count, self._room.domains(spec)) / count
-            found.append(1.0 if spec.survive is None else min(1.0, left / spec.survive))
-        return found
+            parts.append(1.0 if spec.survive is None else min(1.0, left / spec.survive))
+        return parts
 
     def _rate(self, place: int, share: int, kv_tokens: int) -> float:
         """Return the requests per second that a share carries with so much memory, rounded down. It is tried once for
@@ -281,12 +281,12 @@ class Mixing:
         units, slices = [], []
         for gpu, unit in zip(self._gpus, on, strict=True):
             left, memory = self._parts(unit, layout)
-            found = []
+            placed = []
             for place, share in unit:
                 known = self._options[self._specs[place].name][share]
                 kv_tokens = self._kv_tokens(unit, place, share, memory)
-                found.append(replace(known, rate_rps=self._rate(place, share, kv_tokens), kv_tokens=kv_tokens))
-            units.append((gpu, tuple(found)))
+                placed.append(replace(known, rate_rps=self._rate(place, share, kv_tokens), kv_tokens=kv_tokens))
+            units.append((gpu, tuple(placed)))
             if unit and left:
                 slices.append(Slice(gpu, left, round(memory * gpu.memory_mib, 3)))
         return Mix(tuple(units), tuple(slices))
@@ -308,13 +308,13 @@ def _flow(takes: np.ndarray, counts: np.ndarray) -> float:
     # Columns: how much of each model's rate each place takes, and last how many times all rates are carried.
     last, limits = rows * models, Rows()
     for row in range(rows):
-        there = np.flatnonzero(able[row])
-        limits.add((row * models + there).tolist(), takes[row, there].tolist(), float(counts[row]))
+        columns = np.flatnonzero(able[row])
+        limits.add((row * models + columns).tolist(), takes[row, columns].tolist(), float(counts[row]))
     for model in range(models):
         limits.add([last, *range(model, last, models)], [1.0, *[-1.0] * rows], 0.0)
     most = np.append(np.where(able, np.inf, 0.0).ravel(), np.inf)
-    found = linear_program([0.0] * last + [-1.0], limits, most).x
-    return 0.0 if found is None else float(found[-1])
+    solution = linear_program([0.0] * last + [-1.0], limits, most).x
+    return 0.0 if solution is None else float(solution[-1])
 
 
 class SlicedCluster:

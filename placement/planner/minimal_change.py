@@ -255,6 +255,6 @@ def _gpus(old: Plan, anew: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
     used = ((gpu, one_of_each[gpu.type]) for gpu in old.gpus if gpu.type in one_of_each and old.on_gpu(gpu.id))
     gpus = [known.model_copy(update={**dict(gpu), "memory_mib": known.memory_mib}) for gpu, known in used]
     for gpu in gpus:
-        pool.take_named(gpu.id, gpu.type)
-    more = (pool.take(gpu.type) for gpu in anew.gpus if anew.on_gpu(gpu.id))
+        pool.named_gpu(gpu.id, gpu.type)
+    more = (pool.next_gpu(gpu.type) for gpu in anew.gpus if anew.on_gpu(gpu.id))
     return (*gpus, *(gpu for gpu in more if gpu is not None))

@@ -203,8 +203,8 @@ class _MixedWorkload:
         of_others = plan_fixed_cost(fixed) if self.others.models else nothing_on(cluster)
         pool = GpuPool(cluster)
         for gpu in of_others.gpus:
-            pool.take_named(gpu.device, gpu.whole_type)
-        own = buy_generating(self.generating, cluster, self._means, pool.take)
+            pool.named_gpu(gpu.device, gpu.whole_type)
+        own = buy_generating(self.generating, cluster, self._means, pool.next_gpu)
         plan = self._joined(own, of_others, cluster)
         if not self.others.models or self.task.workload.mps == "off" or plan.unserved_reasons:
             return plan

@@ -218,9 +218,9 @@ class _ReplicaAdder:
         self._options: dict[tuple[str, str], list[ShareCapacity]] = {}  # of models that generate, by GPU type
         self._pool = GpuPool(scene.cluster)
         for gpu in plan.gpus:
-            self._pool.take_named(gpu.id, gpu.type)
+            self._pool.named_gpu(gpu.id, gpu.type)
         types = scene.cluster.gpu_types if scene.cluster.elastic else ()
-        self._buyable = {kind: bought for kind in types if (bought := self._pool.take(kind))}
+        self._buyable = {kind: bought for kind in types if (bought := self._pool.next_gpu(kind))}
 
     def done(self) -> Plan:
         """Return the plan with all that could be added: first by what is expected, then by trials of the losses."""
@@ -300,7 +300,7 @@ class _ReplicaAdder:
         if best is None:
             return None
         _, place, plan = best
-        bought = self._pool.take(place.gpu.type) if place.price else None
+        bought = self._pool.next_gpu(place.gpu.type) if place.price else None
         if bought is not None:
             self._buyable[place.gpu.type] = bought
         return plan

@@ -71,10 +71,10 @@ def test_a_cluster_survives_a_round_trip() -> None:
 def test_a_fixed_pool_runs_dry_and_an_elastic_one_numbers_on() -> None:
     fixed = GpuPool(Cluster.parse("v100:1,t4:1"))
     assert fixed.left("v100") == 1
-    assert [gpu.id if (gpu := fixed.take("v100")) else None for _ in range(2)] == ["n0/0", None]
+    assert [gpu.id if (gpu := fixed.next_gpu("v100")) else None for _ in range(2)] == ["n0/0", None]
     assert fixed.left("v100") == fixed.left("a100") == 0
     elastic = GpuPool(Cluster.parse("v100:1,t4:1", elastic=True))
-    taken = [elastic.take(kind) for kind in ("t4", "v100", "v100", "t4", "v100")]
+    taken = [elastic.next_gpu(kind) for kind in ("t4", "v100", "v100", "t4", "v100")]
     assert [gpu.id for gpu in taken if gpu] == ["n0/1", "n0/0", "n0/2", "n0/3", "n0/4"]
 
 
@@ -111,8 +111,8 @@ def test_what_only_looks_like_a_mig_device_is_refused(kind: str) -> None:
 
 def test_a_name_that_a_plan_gave_to_another_type_is_not_handed_out_again() -> None:
     pool = GpuPool(Cluster.parse("a100-80gb:1,v100:1", elastic=True))
-    named = pool.take_named("n0/0", "v100")
-    bought = pool.take("a100-80gb")
+    named = pool.named_gpu("n0/0", "v100")
+    bought = pool.next_gpu("a100-80gb")
     assert named is not None
     assert bought is not None
     assert (named.type, bought.type) == ("v100", "a100-80gb")

@@ -47,7 +47,7 @@ class Allowance:
         """Whether the program was lately offered more than twice its planned rate."""
         return self.borrowed > EXCEEDS
 
-    def take(self, now_ms: float) -> bool:
+    def take_token(self, now_ms: float) -> bool:
         """Take a token for a request; False if there is none, so that the request is borrowed."""
         if not self.is_limited:
             return True

@@ -216,7 +216,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
             if queue.pools:
                 self._weigh(queue, now_ms)
         allowance = queue.allowance
-        is_borrowed = allowance.is_limited and not allowance.take(now_ms)
+        is_borrowed = allowance.is_limited and not allowance.take_token(now_ms)
         if is_borrowed and allowance.exceeds and len(queue.ids) >= queue.costs.longest and self._harms(queue, now_ms):
             self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
             return
@@ -366,9 +366,9 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 to = queue.batch.pool
                 if to is None:
                     continue
-                kept = kept_until(queue, to, losing, self._gpulets, now, is_tight=is_tight) if losing else now
-                if kept > now:
-                    look_at = min(look_at, kept)
+                free_until = kept_until(queue, to, losing, self._gpulets, now, is_tight=is_tight) if losing else now
+                if free_until > now:
+                    look_at = min(look_at, free_until)
                 elif self._dispatch(queue, to, now):
                     return True
         watch = self._waiting.watch_together(part)
@@ -387,14 +387,14 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         """Return the pool and the gpu-let for the next batch of a queue, and when a batch may be sent there. When a
         gpu-let is idle, that is now. Otherwise it is `way_ms` before one ends, where `way_ms` is the longest way of all
         batches: so the most urgent batch gets the gpu-let, and not the one with the longest way."""
-        found, found_gpulet, soonest = queue.pools[0], queue.pools[0].gpulets[0], INF
+        first, gpulet, soonest = queue.pools[0], queue.pools[0].gpulets[0], INF
         for pool in queue.pools:
             if pool.idle:
                 return pool, pool.idle[0], now
-            at, gpulet = self._gpulets.open_at(pool, now)
+            at, opening = self._gpulets.open_at(pool, now)
             if at < soonest:
-                found, found_gpulet, soonest = pool, gpulet, at
-        return found, found_gpulet, soonest - way_ms
+                first, gpulet, soonest = pool, opening, at
+        return first, gpulet, soonest - way_ms
 
     def _dispatch(self, queue: WaitingQueue, pool: WaitingPool, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""

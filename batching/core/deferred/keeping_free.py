@@ -69,9 +69,9 @@ def kept_until(
         # The most impatient model goes first and has all gpu-lets; the next has what the first leaves.
         load += rate * other.costs.run[1]
         per_ms += rate
-        found = [gpulets.free_by(place, arrives + patience) for place in other.pools]
-        free = sum([count for count, _ in found])
-        soonest = min([end for _, end in found])
+        free_by_pool = [gpulets.free_by(place, arrives + patience) for place in other.pools]
+        free = sum([count for count, _ in free_by_pool])
+        soonest = min([end for _, end in free_by_pool])
         if soonest - arrives > patience:
             additional = refused(load, per_ms, free - 1, patience) - refused(load, per_ms, free, patience)
             costs.append((patience, other.worth * rate * additional))

@@ -38,10 +38,10 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
         way_ms = batch.way_ms
         while True:
             if len(pools) > 1:
-                found, run_ms = _soonest(queue)
+                chosen, run_ms = _soonest(queue)
             else:
-                found, run_ms = pools[0], batch.factor * queue.costs.run[batch.size]
-            free = found.free
+                chosen, run_ms = pools[0], batch.factor * queue.costs.run[batch.size]
+            free = chosen.free
             if not free:
                 break
             # The batch must leave before the gpu-let is free, by as long as it is on its way.
@@ -49,12 +49,12 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
             if start <= limit:
                 passes = start == now or free[0] in from_now
                 del free[0]
-                batch.placed = found
+                batch.placed = chosen
                 batch.end = start + way_ms + run_ms
                 batch.run_ms = run_ms
                 insort(free, batch.end)
-                if found.least:
-                    heappush(found.least, (batch.effective_priority, batch.density, number, queue))
+                if chosen.least:
+                    heappush(chosen.least, (batch.effective_priority, batch.density, number, queue))
                 spare = (batch.due if batch.due > now else now) - start
                 for pool in pools:
                     if spare < pool.slack:
@@ -65,7 +65,7 @@ def line_up(waiting: list[WaitingQueue], now: float) -> tuple[bool, float]:
                         passing_ms = spare
                 break
             # A batch can take the place of another one only on its own gpu-lets.
-            least, least_of = (batch.effective_priority, batch.density, number, queue), found
+            least, least_of = (batch.effective_priority, batch.density, number, queue), chosen
             for pool in pools:
                 if not pool.least:
                     lined = enumerate(waiting[:number])
@@ -99,8 +99,8 @@ def _latest(queue: WaitingQueue) -> float:
 def _find_frees(waiting: list[WaitingQueue], now: float) -> list[WaitingPool]:
     """Find when gpu-lets become free, for each pool that a waiting batch can use; at most one gpu-let per batch."""
     most = len(waiting)
-    found = list(dict.fromkeys([pool for queue in waiting for pool in queue.pools]))
-    for pool in found:
+    pools = list(dict.fromkeys([pool for queue in waiting for pool in queue.pools]))
+    for pool in pools:
         pool.slack = INF
         pool.least = []
         if pool.size == 1 and pool.idle:
@@ -114,20 +114,20 @@ def _find_frees(waiting: list[WaitingQueue], now: float) -> list[WaitingPool]:
                 free.sort()
                 del free[most:]
         pool.free = free
-    return found
+    return pools
 
 
 def _soonest(queue: WaitingQueue) -> tuple[WaitingPool, float]:
     """Return the pool of a queue on which its batch would end first by the plan, and how long it would run there."""
-    found, found_ms = queue.pools[0], 0.0
+    best, best_ms = queue.pools[0], 0.0
     batch, least = queue.batch, INF
     for pool in queue.pools:
         if pool.free:
             run = pool.run[queue.program]
             run_ms = batch.factor * (run[batch.size] if batch.size < len(run) else run[-1])
             if pool.free[0] + run_ms < least:
-                found, found_ms, least = pool, run_ms, pool.free[0] + run_ms
-    return found, found_ms
+                best, best_ms, least = pool, run_ms, pool.free[0] + run_ms
+    return best, best_ms
 
 
 def is_short(queue: WaitingQueue) -> bool:

@@ -13,19 +13,19 @@ def look_at(queue: WaitingQueue, gpulets: Gpulets[WaitingPool], holding: Holding
     """Return when to look at a queue that got another request; INF if an event comes first that brings a look
     anyway."""
     pools, watch, size = queue.pools, queue.watch, len(queue.ids)
-    found = pools[0]  # a pool with an idle gpu-let, if there is one
-    idle, most = len(found.idle), len(found.waiting)
-    if found.is_enclosed:
+    nearest = pools[0]  # a pool with an idle gpu-let, if there is one
+    idle, most = len(nearest.idle), len(nearest.waiting)
+    if nearest.is_enclosed:
         if not idle and not gpulets.ahead:
             return INF
     elif len(pools) > 1:
         idle = sum([len(pool.idle) for pool in pools])
         most = max([len(pool.waiting) for pool in pools])
-        found = next((pool for pool in pools if pool.idle), found)
+        nearest = next((pool for pool in pools if pool.idle), nearest)
     if watch.is_tight and size >= queue.costs.ripe:
         look = now
     else:
-        look = holding.due_ms(queue, found.run[queue.program], size, now)
+        look = holding.due_ms(queue, nearest.run[queue.program], size, now)
         if most > idle:
             # The request makes its batch longer. Other batches start later in the plan by at most as much.
             run = pools[-1].run[queue.program]

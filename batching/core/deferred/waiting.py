@@ -166,15 +166,15 @@ class WaitingQueue(Queue[WaitingPool]):
         most = len(self.pools[0].run[self.program])
         return [pool for pool in self.pools[1:] if len(pool.run[self.program]) > most]
 
-    def take(self, begin: int, end: int) -> list[int]:
-        taken = super().take(begin, end)
+    def remove(self, begin: int, end: int) -> list[int]:
+        removed = super().remove(begin, end)
         self.batch.cut_until = -INF
         if self.ids:
             self.oldest = min(self.arrived)
         else:
             for pool in self.pools:
                 pool.waiting.pop(self.program, None)
-        return taken
+        return removed
 
 
 class Watch:

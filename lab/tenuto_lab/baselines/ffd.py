@@ -175,7 +175,7 @@ class _Packing:
             trial = _OpenGpu(self.pool.types[kind])
             if not self.pool.left(kind) or not self._fits(trial, costs[kind], rate_rps):
                 continue
-            gpu = self.pool.take(kind)
+            gpu = self.pool.next_gpu(kind)
             if gpu is not None:
                 trial.gpu = gpu
                 self.open.append(trial)

@@ -137,7 +137,7 @@ class PairSearch:
     def _on_its_own(self, costs: Mapping[str, ShareCosts], left: float) -> _Tenant | None:
         """Open a GPU, of the type that carries most of the rate per price."""
         for kind in sorted(costs, key=lambda kind: -costs[kind].value(left, self._pool.prices[kind])):
-            gpu = self._pool.take(kind)
+            gpu = self._pool.next_gpu(kind)
             if gpu is not None:
                 self._open.append(_OpenGpu(gpu))
                 return self._try(self._open[-1], costs[kind], self._rules.wanted_pct(costs[kind], left), left)

@@ -121,7 +121,7 @@ class Ideal(Policy):
             self.watch.say(f"{len(gpus)} gpu-lets on {len(types)} GPUs")
             lets = [Let(position, kind, share) for position, (kind, split) in enumerate(gpus) for share in split]
             if search.run(lets):
-                return search.hosted(lets, [gpu for kind, _ in gpus if (gpu := pool.take(kind)) is not None])
+                return search.hosted(lets, [gpu for kind, _ in gpus if (gpu := pool.next_gpu(kind)) is not None])
         return None
 
 

@@ -93,7 +93,7 @@ class SquishyBinPacking(Policy):
         asked = dict(left)
         for index, node in enumerate(self._bins(costs, left, share, most)):
             if index % per_gpu == 0:
-                gpu = pool.take(kind)
+                gpu = pool.next_gpu(kind)
             if gpu is None:
                 break
             turns = [Turn(costs[names[part.model]], part.batch, part.rate_rps) for part in node.parts]

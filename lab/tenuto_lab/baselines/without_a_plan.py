@@ -127,7 +127,7 @@ class _Spread:
         self._gpus: list[_Loaded] = []
         if not pool.elastic:
             for kind in pool.types:
-                while (gpu := pool.take(kind)) is not None:
+                while (gpu := pool.next_gpu(kind)) is not None:
                     self._gpus.append(_Loaded(gpu, len(self._gpus)))
 
     def put(self, costs: Mapping[str, ShareCosts], rate_rps: float) -> bool:
@@ -144,7 +144,7 @@ class _Spread:
         )
         if self._pool.elastic and (best is None or best.load + loads[best.gpu.type] > 1.0 + 1e-9):
             kind = min(costs, key=lambda kind: self._pool.prices[kind] * loads[kind])
-            gpu = self._pool.take(kind)
+            gpu = self._pool.next_gpu(kind)
             if gpu is not None:
                 best = _Loaded(gpu, len(self._gpus))
                 self._gpus.append(best)

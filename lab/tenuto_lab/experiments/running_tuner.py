@@ -187,7 +187,7 @@ class _Serving:
         changes, looks = 0, list[Look]()
         for second in range(1, math.ceil(self._duration_s) + 1):
             self._system.advance(1000.0 * second)
-            look = self._system.look()
+            look = self._system.observe()
             for index, name in enumerate(self._names):
                 series[name].append(self._moment(second, plan, look, index))
             looks = [] if look.waiting else [*looks, look]

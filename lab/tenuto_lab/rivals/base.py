@@ -159,7 +159,7 @@ class RivalScheduler(Scheduler):
             place = queue.ids.index(request_id)
         except ValueError:
             return False
-        queue.take(place, place + 1)
+        queue.remove(place, place + 1)
         self._head_changed(now_ms, queue)
         return True
 
@@ -243,7 +243,7 @@ class RivalScheduler(Scheduler):
     def _send(self, now: float, queue: RivalQueue, gpulet: int, skip: int, size: int) -> None:
         """Run the `size` requests behind the first `skip`. Give up those of the first that would be late everywhere."""
         index = queue.program
-        batch = queue.take(skip, skip + size)
+        batch = queue.remove(skip, skip + size)
         if skip:
             gone = min(skip, bisect_left(queue.deadlines, now + queue.quickest))
             if gone:
@@ -254,7 +254,7 @@ class RivalScheduler(Scheduler):
         self.decisions.append(Dispatch(gpulet, index, batch, start, now + self._tables[gpulet][index][size]))
 
     def _drop(self, queue: RivalQueue, count: int) -> None:
-        self.decisions.append(Drop(queue.program, queue.take(0, count)))
+        self.decisions.append(Drop(queue.program, queue.remove(0, count)))
 
     # Waiting programs, for rivals that rank programs by a time -------------------------------------------------------
 

@@ -150,7 +150,7 @@ class NexusScheduler(RivalScheduler):
         ]
         for queue in self._queues:
             queued += [(queue.program, due, request) for due, request in zip(queue.deadlines, queue.ids, strict=True)]
-            queue.take(0, len(queue.ids))
+            queue.remove(0, len(queue.ids))
         self._waiting = [0] * len(self._slots)
         self._plan(fill_all=fill_all)
         for program, due, request in sorted(queued, key=lambda entry: entry[1]):

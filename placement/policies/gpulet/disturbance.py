@@ -83,12 +83,12 @@ class Reserve:
         return self._known[key]
 
     def _comers(self, kind: str, own: ShareCosts, room_pct: float) -> list[Resident]:
-        found = []
+        comers = []
         for other in self._costs.get(kind, ()):
             shares = [share for share in other.latency_ms if share <= room_pct + 1e-6]
             if shares and other.spec.name != own.spec.name:
-                found.append(Resident(other.model, len(other.latency_ms[max(shares)]) - 1, max(shares)))
-        return found
+                comers.append(Resident(other.model, len(other.latency_ms[max(shares)]) - 1, max(shares)))
+        return comers
 
 
 def slowed_rps(own: ShareCosts, share_pct: float, factor: Callable[[Resident], float]) -> float:

@@ -28,16 +28,16 @@ class Cycle:
     batch_sizes: tuple[int, ...]
 
 
-def find_cycle(asked: Sequence[Asked]) -> Cycle | None:
+def find_cycle(tenants: Sequence[Asked]) -> Cycle | None:
     """Return the duty cycle with the least busy fraction in which all models keep rate and SLO, or None.
 
     With duty cycle d a model needs batches of ceil(d * rate). All batches together must fit into d. Each model needs d
     + l(b) <= SLO, because a request waits at most one cycle (Nexus, SOSP 2019, section 6.1). Batches change only where
     d * rate is whole, so one look between any two such points is exhaustive.
     """
-    limit = min((a.slo_ms - a.latency_ms[1] for a in asked), default=0.0)
+    limit = min((a.slo_ms - a.latency_ms[1] for a in tenants), default=0.0)
     edges = {limit}
-    for one in asked:
+    for one in tenants:
         step = 1000.0 / one.rate_rps
         for size in range(1, len(one.latency_ms)):
             if size * step >= limit:
@@ -47,7 +47,7 @@ def find_cycle(asked: Sequence[Asked]) -> Cycle | None:
     able = np.ones(len(ends), dtype=bool)
     busy, latest = np.zeros(len(ends)), ends.copy()
     sizes = []
-    for one in asked:
+    for one in tenants:
         own = np.maximum(1, np.ceil(ends * one.rate_rps / 1000.0 - ROUNDING).astype(np.int64))
         able &= own < len(one.latency_ms)
         took = np.asarray(one.latency_ms)[np.minimum(own, len(one.latency_ms) - 1)]

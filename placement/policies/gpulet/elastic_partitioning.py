@@ -74,7 +74,7 @@ class ElasticPartitioning:
         self._used: list[tuple[float, int, int, float]] = []
         if not pool.elastic:
             for kind in pool.types:
-                while (gpu := pool.take(kind)) is not None:
+                while (gpu := pool.next_gpu(kind)) is not None:
                     self._add(gpu)
 
     def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> float:
@@ -104,13 +104,13 @@ class ElasticPartitioning:
 
     def _place_part(self, costs: Mapping[str, ShareCosts], left: float) -> float:
         """Give the model one gpu-let, or a turn in one; return the rate it carries, 0 when there is none."""
-        wanted = {kind: self._wanted(kind, own, left) for kind, own in costs.items()}
-        first = bisect_left(self._free, (min(wanted.values()),))
+        sizes = {kind: self._wanted(kind, own, left) for kind, own in costs.items()}
+        first = bisect_left(self._free, (min(sizes.values()),))
         for share, order, index in islice(self._free, first, None):
             one = self._open[order]
             own = costs.get(one.gpu.type)
-            if own is not None and share >= wanted[one.gpu.type]:
-                size = self._split_size(one, share, wanted[one.gpu.type])
+            if own is not None and share >= sizes[one.gpu.type]:
+                size = self._split_size(one, share, sizes[one.gpu.type])
                 rate = min(left, self._capacity_rps(one.gpu.type, own, size))
                 if rate and self._merge(costs, rate):
                     return rate
@@ -118,14 +118,14 @@ class ElasticPartitioning:
                 if rate:
                     return rate
         for kind, own in costs.items() if self._rules.merge_without_free else ():
-            rate = min(left, self._capacity_rps(kind, own, wanted[kind]))
+            rate = min(left, self._capacity_rps(kind, own, sizes[kind]))
             if self._merge(costs, rate):
                 return rate
         if self._rules.smaller:
-            smaller = self._free[: bisect_left(self._free, (max(wanted.values()),))]
+            smaller = self._free[: bisect_left(self._free, (max(sizes.values()),))]
             for share, order, index in sorted(smaller, key=lambda entry: (-entry[0], entry[1:])):
                 one = self._open[order]
-                if share < wanted.get(one.gpu.type, 0.0):
+                if share < sizes.get(one.gpu.type, 0.0):
                     rate = self._occupy(one, index, share, costs[one.gpu.type], left)
                     if rate:
                         return rate
@@ -142,13 +142,13 @@ class ElasticPartitioning:
         required = next((share for share, rate in curve if rate >= rate_rps * (1 - CARRIED)), curve[-1][0])
         return min(self._rules.knee(curve), required)
 
-    def _split_size(self, one: _OpenGpu, share: float, wanted: float) -> float:
+    def _split_size(self, one: _OpenGpu, share: float, least: float) -> float:
         """Return the smallest size of at least `wanted` that a free gpu-let can be split into, or its whole share."""
         if len(one.gpulets) >= self._rules.max_partitions:
             return share
         sizes = self._rules.shares_pct
         return next(
-            (s for s in sizes if wanted <= s < share and any(abs(share - s - rest) < 1e-6 for rest in sizes)), share
+            (s for s in sizes if least <= s < share and any(abs(share - s - rest) < 1e-6 for rest in sizes)), share
         )
 
     def _occupy(self, one: _OpenGpu, index: int, size: float, costs: ShareCosts, left: float) -> float:
@@ -230,7 +230,7 @@ class ElasticPartitioning:
         if not self._pool.elastic:
             return False
         kinds = sorted(costs, key=lambda kind: -costs[kind].value(rate_rps, self._pool.prices[kind]))
-        gpu = next((gpu for kind in kinds if (gpu := self._pool.take(kind)) is not None), None)
+        gpu = next((gpu for kind in kinds if (gpu := self._pool.next_gpu(kind)) is not None), None)
         if gpu is None:
             return False
         self._add(gpu)

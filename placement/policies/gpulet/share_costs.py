@@ -91,14 +91,14 @@ def share_costs(
     A share was measured or lies between two measured ones; the whole GPU may also be extrapolated from smaller shares.
     """
     shares = tuple(shares_pct)
-    found: dict[str, dict[str, ShareCosts]] = {}
+    views: dict[str, dict[str, ShareCosts]] = {}
     reasons = {}
     for name, by_type in costs_of(workload, cluster, profiles).items():
-        views = {kind: _view(on, shares, max_batch, context_mib_of(kind, profiles)) for kind, on in by_type.items()}
-        found[name] = {kind: view for kind, view in views.items() if view.latency_ms}
-        if not found[name]:
+        own = {kind: _view(on, shares, max_batch, context_mib_of(kind, profiles)) for kind, on in by_type.items()}
+        views[name] = {kind: view for kind, view in own.items() if view.latency_ms}
+        if not views[name]:
             reasons[name] = _why_none(by_type, shares)
-    return found, reasons
+    return views, reasons
 
 
 def _view(on: ModelOnGpu, shares: Iterable[float], max_batch: int, context_mib: float) -> ShareCosts:

@@ -79,15 +79,15 @@ def _solve(
     def factor(costs: ShareCosts, size: int) -> float:
         return disturbance.factor(Resident(costs.model, size, share), others) if disturbance is not None else 1.0
 
-    asked = []
+    demands = []
     for costs, rate in tenants:
         table = costs.latency_ms.get(share)
         if table is None:
             return None
         if others:
             table = (0.0, *(table[size] * factor(costs, size) for size in range(1, len(table))))
-        asked.append(Asked(rate, costs.slo_ms, table))
-    cycle = find_cycle(asked) if asked else None
+        demands.append(Asked(rate, costs.slo_ms, table))
+    cycle = find_cycle(demands) if demands else None
     if cycle is None:
         return None
     factors = (factor(costs, size) for (costs, _), size in zip(tenants, cycle.batch_sizes, strict=True))

@@ -135,14 +135,14 @@ def _pack_types(
     return Packed(gpus, {name: reasons[name] for name in left}), sum(spec.rate_rps for spec in left.values())
 
 
-def _left(asked: Mapping[str, ModelSpec], packed: Packed) -> dict[str, ModelSpec]:
+def _left(specs: Mapping[str, ModelSpec], packed: Packed) -> dict[str, ModelSpec]:
     """Return the refused models with the rate that has no replica yet."""
     carried: dict[str, float] = {}
     for gpu in packed.gpus:
         for demand in gpu.demands:
             carried[demand.spec.name] = carried.get(demand.spec.name, 0.0) + demand.rate_rps
-    rates = {name: asked[name].rate_rps - carried.get(name, 0.0) for name in packed.refused}
-    return {name: asked[name].model_copy(update={"rate_rps": rate}) for name, rate in rates.items() if rate > 1e-9}
+    rates = {name: specs[name].rate_rps - carried.get(name, 0.0) for name in packed.refused}
+    return {name: specs[name].model_copy(update={"rate_rps": rate}) for name, rate in rates.items() if rate > 1e-9}
 
 
 def _check_coefficients(specs: Sequence[ModelSpec], cluster: Cluster, profiles: Profiles) -> None:
@@ -200,7 +200,7 @@ def pack(
                 if first or best[0] == 0:
                     break
         if best is None:
-            gpu_or_none = pool.take(gpu_type) if demand.memory_mib <= pool.types[gpu_type].memory_mib else None
+            gpu_or_none = pool.next_gpu(gpu_type) if demand.memory_mib <= pool.types[gpu_type].memory_mib else None
             if gpu_or_none is None:
                 reason = f"no GPU time left: no {gpu_type} has {lower * demand.hardware.share_unit_pct:g} % for it"
                 if demand.memory_mib > pool.types[gpu_type].memory_mib:

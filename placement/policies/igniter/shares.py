@@ -88,16 +88,16 @@ def allocate(demands: Sequence[ShareDemand], shares: Sequence[int]) -> Shares | 
     sees the shares changed so far.
     """
     most = demands[0].most_units
-    found = list(shares)
-    loads = [demand.load(units) for demand, units in zip(demands, found, strict=True)]
+    grown = list(shares)
+    loads = [demand.load(units) for demand, units in zip(demands, grown, strict=True)]
     grew = True
-    while grew and sum(found) <= most:
+    while grew and sum(grown) <= most:
         grew = False
         for index, demand in enumerate(demands):
             if inference_time_ms(demand.model, loads[index], loads, demand.hardware) > demand.budget_ms:
-                found[index] += 1
-                if found[index] > most:
+                grown[index] += 1
+                if grown[index] > most:
                     return None
-                loads[index] = demand.load(found[index])
+                loads[index] = demand.load(grown[index])
                 grew = True
-    return tuple(found) if sum(found) <= most else None
+    return tuple(grown) if sum(grown) <= most else None

@@ -164,13 +164,13 @@ class _Solving:
         starts: list[Sequence[tuple[Pattern, int]]] = [()]
         if bound is not None and not self._program.one_batch_size:
             starts.append([(p, int(n + 1e-9)) for p, n in zip(patterns, bound.counts, strict=True) if n >= 1])
-        found = [greedy_patterns(self._program, self._items, start) for start in starts]
+        plans = [greedy_patterns(self._program, self._items, start) for start in starts]
         every = {pattern.key: pattern for pattern in patterns}
-        for filled in found:
+        for filled in plans:
             every |= {pattern.key: pattern for pattern, _ in filled}
         all_patterns = list(every.values())
         solutions = []
-        for filled in found:
+        for filled in plans:
             count = {pattern.key: n for pattern, n in filled}
             counts = tuple(count.get(pattern.key, 0) for pattern in all_patterns)
             solutions.append(Solution(counts, self._program.objective(all_patterns, counts), False))
@@ -221,8 +221,8 @@ class _Solving:
             new = []
             for kind, by_model in self._items.items():
                 threshold = relaxation.gpu[kind] * (1 + 1e-7) + 1e-7  # derived: rounding of the solver
-                found, _ = patterns_worth(kind, by_model, relaxation.worth, threshold, COLUMNS_PER_ROUND)
-                new += [pattern for pattern in found if pattern.key not in known]
+                worthy, _ = patterns_worth(kind, by_model, relaxation.worth, threshold, COLUMNS_PER_ROUND)
+                new += [pattern for pattern in worthy if pattern.key not in known]
             if not new:
                 return patterns, relaxation
             known |= {pattern.key for pattern in new}
@@ -232,9 +232,9 @@ class _Solving:
             relaxation = replace(relaxation, counts=relaxation.counts + padding, is_bound=False)
         return patterns, relaxation
 
-    def _is_complete(self, patterns: Sequence[Pattern], bound: Relaxation, found: Solution) -> bool:
+    def _is_complete(self, patterns: Sequence[Pattern], bound: Relaxation, solution: Solution) -> bool:
         """Say whether `found` cannot be beaten by any plan with a pattern outside `patterns`."""
-        slack = abs(bound.objective - found.objective)
+        slack = abs(bound.objective - solution.objective)
         if slack <= 1e-6 * max(abs(bound.objective), 1.0):
             return True
         known = {pattern.key for pattern in patterns}
@@ -244,10 +244,10 @@ class _Solving:
                 return False
         return True
 
-    def _columns_in_gap(self, patterns: Sequence[Pattern], bound: Relaxation, found: Solution) -> list[Pattern]:
+    def _columns_in_gap(self, patterns: Sequence[Pattern], bound: Relaxation, solution: Solution) -> list[Pattern]:
         """Return patterns that a better plan might use: their reduced cost is below the gap."""
         known = {pattern.key for pattern in patterns}
-        slack = abs(bound.objective - found.objective)
+        slack = abs(bound.objective - solution.objective)
         more: list[Pattern] = []
         for kind, by_model in self._items.items():
             useful, _ = patterns_worth(kind, by_model, bound.worth, bound.gpu[kind] - slack, self._limit)
@@ -274,7 +274,7 @@ def _on_gpus(
     placed = []
     for pattern, count in sorted(chosen, key=lambda pair: [(i.model, i.need.batch_size) for i in pair[0].items]):
         for _ in range(count):
-            gpu = pool.take(pattern.gpu_type)
+            gpu = pool.next_gpu(pattern.gpu_type)
             if gpu is not None:
                 placed.append((gpu, [(models[item.model].name, item.need) for item in pattern.items]))
     return placed

@@ -74,7 +74,7 @@ def items_of(
         context_pct: a process context's part of the memory, by GPU type.
         one_batch_size: all replicas of a model have the same size.
     """
-    found: dict[str, list[list[Item]]] = {kind: [] for kind in usable}
+    by_kind: dict[str, list[list[Item]]] = {kind: [] for kind in usable}
     for index, spec in enumerate(workload):
         items = {
             kind: [
@@ -91,12 +91,12 @@ def items_of(
             worse = {b for b in sizes if any(_is_better(by_size[c], by_size[b], c < b) for c in sizes if c != b)}
             items = {kind: [item for item in own if item.need.batch_size not in worse] for kind, own in items.items()}
         for kind, own in items.items():
-            found[kind].append(
+            by_kind[kind].append(
                 own
                 if one_batch_size
                 else [one for one in own if not any(_dominates(other, one) for other in own if other is not one)]
             )
-    return found
+    return by_kind
 
 
 def _is_better(one: Mapping[str, Item], other: Mapping[str, Item], is_smaller: bool) -> bool:
@@ -127,12 +127,12 @@ def enumerate_patterns(gpu_type: str, items: Sequence[Sequence[Item]], limit: in
     Raises:
         TooManyPatternsError: there are more than `limit`.
     """
-    found: list[Pattern] = []
+    patterns: list[Pattern] = []
     for chosen in _combinations(items, 0, 0.0, 0.0):
-        found.append(Pattern(gpu_type, chosen))
-        if len(found) > limit:
+        patterns.append(Pattern(gpu_type, chosen))
+        if len(patterns) > limit:
             raise TooManyPatternsError
-    return found
+    return patterns
 
 
 def _combinations(
@@ -167,7 +167,7 @@ def patterns_worth(
     rest_value = [0.0] * (len(order) + 1)
     for position in range(len(order) - 1, -1, -1):
         rest_value[position] = rest_value[position + 1] + best_value[position]
-    found: list[tuple[float, Pattern]] = []
+    valued: list[tuple[float, Pattern]] = []
     complete = True
     steps = 0
 
@@ -175,8 +175,8 @@ def patterns_worth(
         nonlocal complete, steps
         steps += 1
         if value > threshold and chosen:
-            found.append((value, Pattern(gpu_type, tuple(sorted(chosen, key=lambda item: item.model)))))
-        if len(found) >= 4 * limit or steps > 200 * limit:  # limit: of the search
+            valued.append((value, Pattern(gpu_type, tuple(sorted(chosen, key=lambda item: item.model)))))
+        if len(valued) >= 4 * limit or steps > 200 * limit:  # limit: of the search
             complete = False
             return
         for later in range(position, len(order)):
@@ -188,5 +188,5 @@ def patterns_worth(
                     descend(later + 1, new_compute, new_memory, value + worth(item), (*chosen, item))
 
     descend(0, 0.0, 0.0, 0.0, ())
-    found.sort(key=lambda pair: (-pair[0], [(item.model, item.need.batch_size) for item in pair[1].items]))
-    return [pattern for _, pattern in found[:limit]], complete and len(found) <= limit
+    valued.sort(key=lambda pair: (-pair[0], [(item.model, item.need.batch_size) for item in pair[1].items]))
+    return [pattern for _, pattern in valued[:limit]], complete and len(valued) <= limit

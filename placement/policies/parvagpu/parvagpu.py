@@ -71,7 +71,7 @@ class ParvaGpu(Policy):
 
         def filled() -> Iterator[tuple[Gpu, Iterator[tuple[int, FilledInstance]]]]:
             for cut in allocator.gpus:
-                gpu = pool.take(gpus.kind)
+                gpu = pool.next_gpu(gpus.kind)
                 if gpu is not None:
                     yield gpu, _filled(cut, sizes, carried)
 

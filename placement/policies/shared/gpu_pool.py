@@ -30,7 +30,7 @@ class GpuPool:
             return math.inf
         return len(self._free.get(gpu_type, ()))
 
-    def take(self, gpu_type: str) -> Gpu | None:
+    def next_gpu(self, gpu_type: str) -> Gpu | None:
         """Hand out the next GPU of a type, or None when a fixed cluster has no more."""
         if self._free.get(gpu_type):
             return self._free[gpu_type].popleft()
@@ -38,7 +38,7 @@ class GpuPool:
             return None
         return self._bought(gpu_type)
 
-    def take_named(self, gpu_id: str, gpu_type: str) -> Gpu | None:
+    def named_gpu(self, gpu_id: str, gpu_type: str) -> Gpu | None:
         """Hand out a GPU that another plan named, or None when there is no such GPU. On an elastic cluster a plan may
         have given the id of a GPU to one of another type; nobody else gets that id then."""
         named = next((gpu for free in self._free.values() for gpu in free if gpu.id == gpu_id), None)

@@ -59,16 +59,16 @@ def requirements_of(
     Raises:
         InvalidInputError: a model's profile has the metric on none of the types; one problem per model.
     """
-    found: dict[str, dict[str, Requirements]] = {}
+    requirements: dict[str, dict[str, Requirements]] = {}
     problems: list[Problem] = []
     measured: dict[int, tuple[Requirement, ...]] = {}
     for index, (name, by_type) in enumerate(costs_of(workload, cluster, profiles).items()):
-        found[name] = {}
+        requirements[name] = {}
         for kind, on in by_type.items():
             if id(on.profile) not in measured:
                 measured[id(on.profile)] = tuple(_measured(on, compute_metric, memory_metric))
-            found[name][kind] = _requirements(on, measured[id(on.profile)])
-        if by_type and not any(r.measured for r in found[name].values()):
+            requirements[name][kind] = _requirements(on, measured[id(on.profile)])
+        if by_type and not any(r.measured for r in requirements[name].values()):
             rule = f"no whole-GPU measurement has both '{compute_metric}' and '{memory_metric}'"
             cure = (
                 f"This policy needs both. Metrics there: {_known_metrics(by_type.values())}. "
@@ -76,7 +76,7 @@ def requirements_of(
             )
             problems.append(Problem(f"models.{index}.profile", workload.models[index].profile_row, rule, cure))
     raise_if_any(problems)
-    return found
+    return requirements
 
 
 def _known_metrics(costs: Iterable[ModelOnGpu]) -> str:

@@ -235,16 +235,16 @@ class _Case:
 
     def filled(self, start: Sequence[int | None]) -> Assignment:
         """Give every model without a sub-cluster one, the largest first; -1 when it fits nowhere."""
-        found = np.array([-1 if k is None or k < 0 else k for k in start], dtype=np.int64)
-        placed = found >= 0
-        where = found[placed]
-        rate, memory = self.loads(found)
+        assignment = np.array([-1 if k is None or k < 0 else k for k in start], dtype=np.int64)
+        placed = assignment >= 0
+        where = assignment[placed]
+        rate, memory = self.loads(assignment)
         static = self._sums(where, self._static[placed])
         dynamic = np.zeros(self.count)
         np.maximum.at(dynamic, where, self._dynamic[placed])
         models = np.bincount(where, minlength=self.count)
         size = np.maximum(self._rate, self._weight * self._memory)
-        left = [i for i in np.argsort(-size, kind="stable").tolist() if found[i] < 0]
+        left = [i for i in np.argsort(-size, kind="stable").tolist() if assignment[i] < 0]
         for position, i in enumerate(left):
             new_rate, new_memory = rate + self._rate[i], memory + self._memory[i]
             held = static + self._static[i] + np.maximum(dynamic, self._dynamic[i])
@@ -259,10 +259,10 @@ class _Case:
                 continue
             fullest = np.where(fits, np.maximum(new_rate, self._weight * new_memory), np.inf)
             k = int(fullest.argmin())
-            found[i] = k
+            assignment[i] = k
             rate[k], memory[k], static[k] = new_rate[k], new_memory[k], static[k] + self._static[i]
             dynamic[k], models[k] = max(dynamic[k], self._dynamic[i]), models[k] + 1
-        return found
+        return assignment
 
     def improved(self, start: Assignment) -> Assignment:
         """Move and swap models while the sum of squared deviations from the mean falls, then while the objective
@@ -337,7 +337,7 @@ class _Case:
     ) -> Floats:
         """Return the potential after each exchange: rows are models that leave k, columns models that come from the
         sub-clusters `home`. Only two sub-clusters change, so the others are summed once."""
-        found = np.zeros(gain_rate.shape)
+        potential = np.zeros(gain_rate.shape)
         before = self._deviations(rate, memory, reduce)
         at_k = self._deviations(rate[k] + gain_rate, memory[k] + gain_memory, reduce)
         at_home = self._deviations(rate[home] - gain_rate, memory[home] - gain_memory, reduce)
@@ -348,8 +348,8 @@ class _Case:
                 others = np.delete(all_before, k)
                 first, second = np.sort(np.append(others, [0.0, 0.0]))[::-1][:2]
                 rest = np.where(all_before == first, second, first)
-            found += reduce(reduce(rest[home], new_k), new_home)
-        return found
+            potential += reduce(reduce(rest[home], new_k), new_home)
+        return potential
 
     def renamed(self, assignment: Assignment) -> Assignment:
         """Return the same partition, named so that least moves: sub-clusters are interchangeable."""

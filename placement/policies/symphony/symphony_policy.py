@@ -93,18 +93,18 @@ class Symphony(Policy):
     ) -> tuple[dict[str, dict[str, StaggeredModel]], dict[str, str]]:
         """Return the models by name and GPU type, and the reasons of those that no type can serve."""
         contexts = {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types}
-        found: dict[str, dict[str, StaggeredModel]] = {}
+        residents: dict[str, dict[str, StaggeredModel]] = {}
         reasons = {}
         for name, by_type in costs_of(workload, cluster, profiles).items():
             whole = {kind: on for kind, on in by_type.items() if on.knows(100.0, ("measured",))}
             models = {kind: StaggeredModel(on, self.max_batch, contexts[kind]) for kind, on in whole.items()}
             able = {kind: model for kind, model in models.items() if not model.why_not}
             if able:
-                found[name] = able
+                residents[name] = able
             else:
                 why = [model.why_not for model in models.values()]
                 reasons[name] = why[0] if why else "its latency on a whole GPU was not measured"
-        return found, reasons
+        return residents, reasons
 
     def _split(
         self, kind: str, members: Sequence[StaggeredModel], gpus: int, room_mib: float, *, elastic: bool
@@ -119,19 +119,19 @@ class Symphony(Policy):
         entries = [member.entry(MOST_GPUS if elastic else gpus) for member in members]
         most = len(members) if elastic else min(gpus, len(members))
         number, placed = self._fewest(entries, limits, most)
-        kept = [index for index, k in enumerate(placed) if k is not None]
+        members_placed = [index for index, k in enumerate(placed) if k is not None]
         reason = f"no memory left: it does not fit into a {kind} beside the other models of any sub-cluster"
         left_out = {entry.name: reason for entry, k in zip(entries, placed, strict=True) if k is None}
-        number = min(number, len(kept))
-        if not kept:
+        number = min(number, len(members_placed))
+        if not members_placed:
             return [], left_out
         try:
             limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
-            found = partition([entries[i] for i in kept], number, limits=limits, time_limit_s=limit_s)
-            where = [found.assignment[entries[i].name] for i in kept]
+            parts = partition([entries[i] for i in members_placed], number, limits=limits, time_limit_s=limit_s)
+            where = [parts.assignment[entries[i].name] for i in members_placed]
         except InvalidInputError:  # tight limits: keep what one pass found
             where = [k for k in placed if k is not None]
-        groups = [[members[i] for i, k in zip(kept, where, strict=True) if k == g] for g in range(number)]
+        groups = [[members[i] for i, k in zip(members_placed, where, strict=True) if k == g] for g in range(number)]
         return [_SubCluster(kind, group) for group in groups if group], left_out
 
     def _fewest(
@@ -207,12 +207,12 @@ def _choose_types(
 def _give_gpus(parts: Sequence[_SubCluster], gpus: int, pool: GpuPool) -> None:
     """Give the sub-clusters of one type their GPUs: by need on a fixed cluster, as many as needed when bought."""
     if pool.elastic:
-        wanted = [next((n for n in _growing(part) if part.need(n) <= n + 1e-9), MOST_GPUS) for part in parts]
+        counts = [next((n for n in _growing(part) if part.need(n) <= n + 1e-9), MOST_GPUS) for part in parts]
     else:
-        wanted = gpus_by_need([part.need(max(1, gpus // len(parts))) for part in parts], gpus) if parts else []
-    for part, count in zip(parts, wanted, strict=True):
+        counts = gpus_by_need([part.need(max(1, gpus // len(parts))) for part in parts], gpus) if parts else []
+    for part, count in zip(parts, counts, strict=True):
         for _ in range(count):
-            gpu = pool.take(part.gpu_type)
+            gpu = pool.next_gpu(part.gpu_type)
             if gpu is not None:
                 part.gpus.append(gpu)
 

@@ -91,19 +91,19 @@ def placement_order(configs: Sequence[Config], readings: Readings) -> list[Unit]
     compute = [i for i in ranked if _is_heavy(configs[i].compute_pct, configs[i].memory_pct, ratio)]
     memory = [i for i in ranked if _is_heavy(configs[i].memory_pct, configs[i].compute_pct, ratio)]
     paired = min(len(compute), len(memory))
-    found: list[Unit] = []
+    units: list[Unit] = []
     for pair in zip(compute, memory, strict=False):
-        found += [pair] if readings.pairs == "together" else [(index,) for index in pair]
+        units += [pair] if readings.pairs == "together" else [(index,) for index in pair]
     heavy = {*compute, *memory}
     rest = sorted([*compute[paired:], *memory[paired:], *(i for i in ranked if i not in heavy)], key=ranked.index)
     for index in rest:
         own = configs[index].total_pct
-        place = len(found)
+        place = len(units)
         if readings.neutral == "falling" and readings.sort:
-            lower = (p for p, unit in enumerate(found) if max(configs[i].total_pct for i in unit) < own - 1e-9)
-            place = next(lower, len(found))
-        found.insert(place, (index,))
-    return found
+            lower = (p for p, unit in enumerate(units) if max(configs[i].total_pct for i in unit) < own - 1e-9)
+            place = next(lower, len(units))
+        units.insert(place, (index,))
+    return units
 
 
 def _is_heavy(one: float, other: float, ratio: float) -> bool:
@@ -141,7 +141,7 @@ class GpuStates:
         return GpuStates(used, self.idle, self.prices)
 
     def place(
-        self, unit: Unit, configs: tuple[Config, ...], wanted: int, having: Sequence[Taken] = ()
+        self, unit: Unit, configs: tuple[Config, ...], replicas: int, having: Sequence[Taken] = ()
     ) -> tuple[GpuStates, list[Taken], float]:
         """Place as many replicas as fit, each with those of the rest of the unit, on different GPUs.
 
@@ -164,7 +164,7 @@ class GpuStates:
                 if compute <= FULL_PCT and held <= FULL_PCT:
                     options.append((not state.is_own, -round(compute + held, DIGITS), state, compute, held))
         options.sort()
-        used, idle, left, cost = self.used, self.idle, wanted, 0.0
+        used, idle, left, cost = self.used, self.idle, replicas, 0.0
         taken: list[Taken] = []
         if options:
             used = dict(used)
@@ -229,12 +229,12 @@ class GpuStates:
 def _together(configs: tuple[Config, ...]) -> tuple[Need | None, ...]:
     if len(configs) == 1:
         return configs[0].needs
-    found: list[Need | None] = []
+    sums: list[Need | None] = []
     for needs in zip(*(config.needs for config in configs), strict=True):
         known = [need for need in needs if need is not None]
         whole = len(known) == len(needs)
-        found.append(Need(*(sum(values) for values in zip(*known, strict=True))) if whole else None)
-    return tuple(found)
+        sums.append(Need(*(sum(values) for values in zip(*known, strict=True))) if whole else None)
+    return tuple(sums)
 
 
 def _move(used: dict[State, int], before: State, after: State, count: int) -> None:
@@ -323,15 +323,15 @@ class Search:
 
     def _improve(self, numbers: Sequence[int]) -> None:
         """Change one model at a time while that helps, so that the search has something to beat."""
-        here, best, is_better = list(numbers), self._try(numbers), True
+        present, best, is_better = list(numbers), self._try(numbers), True
         while is_better and self.nodes < self._limit // 2:
             is_better = False
             for index, choice in enumerate(self._choices):
                 for number in range(len(choice.configs)):
-                    other = [*here[:index], number, *here[index + 1 :]]
+                    other = [*present[:index], number, *present[index + 1 :]]
                     result = self._try(other)
                     if result < best:
-                        here, best, is_better = other, result, True
+                        present, best, is_better = other, result, True
 
     @staticmethod
     def _value(choice: Choice, config: Config, taken: Sequence[Taken]) -> float:

@@ -125,7 +125,7 @@ class Usher(Policy):
             search = Search(members, states.as_others(), readings, buys=cluster.elastic, node_limit=min(limit, 40_000))
             search.run()
             states, cut = search.states, cut or search.cut
-            assignment.take([choice.name for choice in members], search.taken)
+            assignment.carry_out([choice.name for choice in members], search.taken)
         for name in choices.keys() - assignment.served:
             reasons[name] = _no_room(choices[name], states, kinds)
         notes = ["groups: " + " | ".join(" ".join(group) for group in groups)] if groups else []
@@ -157,10 +157,10 @@ class Usher(Policy):
             return given
         whole = 1.0 if self.grouping_ties == "float" else WHOLE_GPU_PCT
         averages = {name: _average([r for req in needs[name].values() for r in req.measured], whole) for name in names}
-        found = group_models(averages, self.max_group_size if self.grouping else 1, ties=self.grouping_ties)
+        groups = group_models(averages, self.max_group_size if self.grouping else 1, ties=self.grouping_ties)
         if self.group_order == "workload":
-            return tuple(sorted(found, key=lambda group: min(map(names.index, group))))
-        return found
+            return tuple(sorted(groups, key=lambda group: min(map(names.index, group))))
+        return groups
 
     def _configs(
         self, spec: ModelSpec, needs: Mapping[str, Requirements], cluster: Cluster, context_pct: Mapping[str, float]
@@ -190,10 +190,10 @@ class Usher(Policy):
         configs = []
         sizes = sorted({size for by_size in usable.values() for size in by_size})
         for size in sizes if self.batch_choice else sizes[-1:]:
-            found = [usable[kind].get(size) if kind in usable else None for kind in cluster.gpu_types]
+            of_size = [usable[kind].get(size) if kind in usable else None for kind in cluster.gpu_types]
             by_type = tuple(
                 Need(r.compute_pct, r.held_pct(context_pct[kind]), self._rate_rps(r)) if r is not None else None
-                for kind, r in zip(cluster.gpu_types, found, strict=True)
+                for kind, r in zip(cluster.gpu_types, of_size, strict=True)
             )
             average = _average([r for req in needs.values() for r in req.measured if r.batch_size == size])
             configs += [Config(by_type, size, count, *average) for count in counts]
@@ -226,7 +226,7 @@ class _Assignment:
         self._gpus: list[tuple[Gpu, list[tuple[str, int]]]] = []
         self.served: set[str] = set()
 
-    def take(self, names: Sequence[str], taken: Sequence[Taken]) -> None:
+    def carry_out(self, names: Sequence[str], taken: Sequence[Taken]) -> None:
         """Carry out what a group's search found."""
         others: dict[State, list[int]] = {}
         for state, numbers in self._in_state.items():
@@ -249,7 +249,7 @@ class _Assignment:
         return self._gpus
 
     def _open(self, kind: int) -> int:
-        gpu = self._pool.take(self._kinds[kind])
+        gpu = self._pool.next_gpu(self._kinds[kind])
         if gpu is None:
             raise AssertionError("the search opened more GPUs than there are")
         self._gpus.append((gpu, []))
@@ -286,11 +286,11 @@ def _no_room(choice: Choice, states: GpuStates, kinds: Sequence[str]) -> str:
                     "GPU time": (need.compute_pct, WHOLE_GPU_PCT - state.compute_pct),
                     "memory": (need.held_pct, WHOLE_GPU_PCT - state.held_pct),
                 }
-                what, (asked, free) = max(lacks.items(), key=lambda item: item[1][0] - item[1][1])
+                what, (required, free) = max(lacks.items(), key=lambda item: item[1][0] - item[1][1])
                 text = (
-                    f"no {what} left: its least demanding replica (batch {config.batch_size}) needs {asked:.3g} %, and "
-                    f"of a {kinds[kind]} {free:.3g} % are free"
+                    f"no {what} left: its least demanding replica (batch {config.batch_size}) needs {required:.3g} %, "
+                    f"and of a {kinds[kind]} {free:.3g} % are free"
                 )
-                if best is None or asked - free < best[0]:
-                    best = (asked - free, text)
+                if best is None or required - free < best[0]:
+                    best = (required - free, text)
     return best[1] if best is not None else "there is no GPU that can run it"

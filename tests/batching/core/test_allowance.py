@@ -11,7 +11,7 @@ def sent(allowance: Allowance, times_ms: np.ndarray) -> list[float]:
     """Return when the program was found to exceed its plan."""
     found = []
     for at in times_ms:
-        allowance.take(float(at))
+        allowance.take_token(float(at))
         if allowance.exceeds:
             found.append(float(at))
     return found

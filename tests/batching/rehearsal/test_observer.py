@@ -60,7 +60,7 @@ def test_rehearsals_find_that_holding_does_not_pay_and_say_so() -> None:
     run = CheckedRun(DeferredScheduler(two_on_one(), DeferredOptions(hold=1.0)))
     run.run(crowd(3, 30.0, 4000))
     assert run.rehearsals is not None
-    status = run.rehearsals.told()
+    status = run.rehearsals.status()
     assert status.hold < 1.0
     assert (status.rehearsals or 0) >= 4
 
@@ -136,7 +136,7 @@ def test_rehearsals_take_a_twentieth_of_a_core_in_any_minute_however_dear_they_a
     assert cpu_ms * (len(taken) - 1) <= 0.05 * taken[-1] + 1000.0
     for began in taken:
         assert cpu_ms * sum(began <= at < began + 60_000.0 for at in taken) <= max(3_000.0, cpu_ms)
-    assert rehearsals.told().rehearsal_cpu_s == pytest.approx(len(taken) * cpu_ms / 1000.0)
+    assert rehearsals.status().rehearsal_cpu_s == pytest.approx(len(taken) * cpu_ms / 1000.0)
 
 
 def test_above_5000_requests_a_second_rehearsals_take_ten_microseconds_for_each() -> None:

@@ -45,7 +45,7 @@ def running(plan: Plan, load: Load, life: Life = AT_ONCE, scheduler: str = "defe
 
 def ended(system: RunningSystem) -> NDArray[np.int64]:
     system.advance(1e6)
-    return system.look().ended
+    return system.observe().ended
 
 
 @pytest.mark.parametrize("scheduler", ["deferred", "eager"])
@@ -58,7 +58,7 @@ def test_with_one_plan_it_does_what_the_simulator_does(scheduler: str, look_ms: 
     total = np.zeros_like(whole)
     for step in range(int(6000 / look_ms)):
         system.advance(look_ms * (step + 1))
-        total += system.look().ended
+        total += system.observe().ended
     assert (total == whole).all()
 
 
@@ -80,7 +80,7 @@ def test_every_request_ends_once_however_often_the_plan_changes(seed: int) -> No
         if rng.random() < 0.3:
             assert system.plan is not None
             system.lose([g.id for g in system.plan.gpulets if rng.random() < 0.5])
-        total += system.look().ended
+        total += system.observe().ended
         system.apply(plans[rng.integers(len(plans))])
     total += ended(system)
     assert total.sum(axis=1).tolist() == np.bincount(load[1], minlength=2).tolist()
@@ -107,16 +107,16 @@ def test_a_change_that_keeps_the_gpulets_costs_no_request() -> None:
 def test_new_processes_serve_once_they_have_started() -> None:
     before, after = make_plan({"n0/0/a": (100.0, ["a"])}), make_plan({"n0/1/b": (100.0, ["a"])})
     system = running(before, arrivals([50.0], 10.0), Life((2.0, 2.0), (1.0, 1.0)))
-    assert system.look().waiting == {"n0/0/a"}
+    assert system.observe().waiting == {"n0/0/a"}
     system.advance(3000.0)
-    assert system.look().ready == {"n0/0/a"}
+    assert system.observe().ready == {"n0/0/a"}
     system.apply(after)
     system.advance(3900.0)
-    system.look()  # what the old process still answered
+    system.observe()  # what the old process still answered
     system.advance(4990.0)
-    assert system.look().ended[0, Outcome.OK] == 0
+    assert system.observe().ended[0, Outcome.OK] == 0
     system.advance(8000.0)
-    look = system.look()
+    look = system.observe()
     assert look.ready == {"n0/1/b"}
     assert look.ended[0, Outcome.OK] > 0
     assert look.share_s == pytest.approx(3.01)
@@ -130,7 +130,7 @@ def test_requests_of_a_lost_gpulet_are_tried_once_more() -> None:
     system.lose(["n0/0/a"])
     look = ended(system)
     assert look[:, Outcome.OK].sum() == len(load[0])  # the other carries all, and in time
-    assert system.look().broken == {"n0/0/a": "lost"}
+    assert system.observe().broken == {"n0/0/a": "lost"}
 
 
 def test_slow_batches_are_told_to_the_scheduler() -> None:
@@ -139,15 +139,15 @@ def test_slow_batches_are_told_to_the_scheduler() -> None:
     system = running(plan, load)
     system.advance(2000.0)
     system.slow_down("a", 2.0)
-    assert not system.look().gpulets["n0/0/a"].ratio  # no such batch has run yet
+    assert not system.observe().gpulets["n0/0/a"].ratio  # no such batch has run yet
     system.advance(3000.0)
-    late = system.look()
+    late = system.observe()
     assert late.gpulets["n0/0/a"].ratio == {"a": 2.0}
     system.advance(9000.0)
-    rest = system.look().ended[0]
+    rest = system.observe().ended[0]
     assert rest[Outcome.OK] > 0.9 * rest.sum()  # smaller batches, sent earlier
     system.slow_down("a", 1.0)
-    assert not system.look().gpulets
+    assert not system.observe().gpulets
 
 
 def test_what_cannot_start_is_broken_and_the_others_serve() -> None:
@@ -162,6 +162,6 @@ def test_what_cannot_start_is_broken_and_the_others_serve() -> None:
     )
     system.apply(plan)
     system.advance(3000.0)
-    look = system.look()
+    look = system.observe()
     assert look.broken == {"n0/1/a": "no such weights"}
     assert look.ended[0, Outcome.OK] == len(load[0])

@@ -105,7 +105,7 @@ def restarted_in_virtual_time(old: Plan, new: Plan) -> set[str]:
     system.advance(20_000.0)
     system.apply(new)
     system.advance(20_001.0)
-    return set(system.look().waiting) & {gpulet.id for gpulet in old.gpulets}
+    return set(system.observe().waiting) & {gpulet.id for gpulet in old.gpulets}
 
 
 @given(plans(), plans(), st.sampled_from(["auto", "emulated"]))
