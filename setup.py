@@ -10,7 +10,9 @@ from setuptools import Extension, setup
 
 COMPILED = {
     "batching/core": "by_deadline gathering gpulets scheduler staggered symphony system",
-    "batching/core/deferred": "allowance cut deferring due keeping_free lineup looking loss waiting",
+    "batching/core/deferred": (
+        "allowance cut deferring due keeping_free lineup looking loss offered_load recent_losses waiting"
+    ),
     "batching/rehearsal": "budget memory observer replay",
 }
 

@@ -12,9 +12,7 @@ prefill): all are taken and decode, then come prompts, cut where the step is ful
 and values of a sequence that decodes, the one that was admitted last loses its own (preemption), and reads its prompt
 and what it had written again; no sequence is admitted in that step.
 
-Sequences are counted, not walked through. All that decode advance together, so a common number of turns says how long
-each context is, and a count for each place in a block says how many blocks the next turn takes. A step costs O(1), and
-O(log n) for each sequence that begins or ends in it.
+A step costs O(1), and O(log n) for each sequence that begins or ends in it: see `decoding.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
+from tenuto.batching.core.decoding import DECODING, ENDING, GONE, READING, WAITING, Decoding, KvBlocks, TokenSequence
 from tenuto.outcome import Rule
 from tenuto.profiles.generation import BLOCK_TOKENS, pairs_of
 
@@ -120,39 +119,6 @@ class StepOrder(Protocol):
         than the first is cut for that); asked where both are possible."""
 
 
-_WAITING, _READING, _DECODING, _ENDING, _GONE = range(5)  # unit: the state of a sequence
-
-
-class _Sequence:
-    __slots__ = (
-        "began",
-        "blocks",
-        "epoch",
-        "first_by_ms",
-        "first_ms",
-        "name",
-        "output",
-        "prompt",
-        "read",
-        "state",
-        "todo",
-        "tpot_ms",
-        "written",
-    )
-
-    def __init__(self, name: int, prompt: int, output: int, first_by_ms: float, tpot_ms: float) -> None:
-        self.name, self.prompt, self.output = name, prompt, output
-        self.first_by_ms, self.tpot_ms = first_by_ms, tpot_ms
-        self.first_ms = math.inf  # when its first token comes, as far as the order knows
-        self.todo = prompt  # tokens to read before it decodes: the prompt, and what it wrote before it was preempted
-        self.read = 0
-        self.written = 0  # tokens before it began to decode
-        self.began = 0  # the turn after which it decodes
-        self.blocks = 0  # held while it reads or ends
-        self.state = _WAITING
-        self.epoch = 0  # times that it was preempted
-
-
 class _Lately:
     """The mean of the last figures, about `most`."""
 
@@ -186,32 +152,35 @@ class StepScheduler:
         self.limits = limits
         self._order = order
         self.expired: list[int] = []  # given up before they began, since the driver emptied it
-        self._give_ups: list[tuple[float, int, _Sequence]] = []  # heap of (time, name, …) of those that wait
-        self._paces: list[tuple[float, int, int, _Sequence]] = []  # heap by when tokens are due: see `_due_ms`
+        self._give_ups: list[tuple[float, int, TokenSequence]] = []  # heap of (time, name, …) of those that wait
         self._unread = 0  # tokens of prompts
         self._tpot_ms = math.inf
-        self._size = limits.block_tokens
-        self.blocks = limits.kv_tokens // limits.block_tokens
-        self.free_blocks = self.blocks
-        self._turn = 0  # steps so far in which all that decode advanced by one token
-        self._due = [0] * self._size  # sequences that take a block, by turn modulo the block's size
-        self._context = 0  # tokens of all that decode
-        self._known: dict[int, _Sequence] = {}
-        self._queue: deque[_Sequence] = deque()
+        self._blocks = KvBlocks(limits.kv_tokens, limits.block_tokens)
+        self._decoding = Decoding(self._blocks)
+        self._known: dict[int, TokenSequence] = {}
+        self._queue: deque[TokenSequence] = deque()
         self._queued = 0
-        self._running: dict[int, _Sequence] = {}  # that read or decode, in order of admission
-        self._decoding: dict[int, _Sequence] = {}
-        self._reading: _Sequence | None = None
+        self._running: dict[int, TokenSequence] = {}  # that read or decode, in order of admission
+        self._reading: TokenSequence | None = None
         self._ending = 0
-        self._ends: list[tuple[int, int, int, _Sequence]] = []  # heap of (turn of the last token, name, epoch, …)
         self._prompts = _Lately(limits.max_sequences)
         self._outputs = _Lately(limits.max_sequences)  # as asked; as written for those that have ended
         self._is_blocked = False  # no memory or place for the first that waits, until one ends
 
     @property
+    def blocks(self) -> int:
+        """Blocks of memory for keys and values."""
+        return self._blocks.total
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of memory that no sequence holds."""
+        return self._blocks.free
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens of memory in use, in whole blocks."""
-        return (self.blocks - self.free_blocks) * self._size
+        return (self._blocks.total - self._blocks.free) * self._blocks.size
 
     @property
     def waiting(self) -> int:
@@ -232,11 +201,11 @@ class StepScheduler:
     def load(self) -> TokenLoad:
         """What the sequences that are here ask for."""
         return TokenLoad(
-            len(self._decoding),
-            self._context,
+            len(self._decoding.sequences),
+            self._decoding.context_tokens,
             self._unread,
             self._tpot_ms,
-            self._due_ms(),
+            self._decoding.due_ms(),
             len(self._known),
             self._prompts.mean,
             max(1.0, self._outputs.mean),
@@ -248,9 +217,9 @@ class StepScheduler:
         first = self._reading or self._head()
         return (math.inf, 0) if first is None else (first.first_by_ms, first.todo - first.read)
 
-    def _head(self) -> _Sequence | None:
+    def _head(self) -> TokenSequence | None:
         """Return the first sequence that waits."""
-        while self._queue and self._queue[0].state != _WAITING:
+        while self._queue and self._queue[0].state != WAITING:
             self._queue.popleft()
         return self._queue[0] if self._queue else None
 
@@ -258,7 +227,7 @@ class StepScheduler:
     def gives_up_ms(self) -> float:
         """When a sequence that has not begun is given up next."""
         heap = self._give_ups
-        while heap and (heap[0][2].state != _WAITING or heap[0][2].epoch):
+        while heap and (heap[0][2].state != WAITING or heap[0][2].epoch):
             heappop(heap)
         return heap[0][0] if heap else math.inf
 
@@ -299,7 +268,7 @@ class StepScheduler:
         if not self._known:
             self._tpot_ms = math.inf
         self._tpot_ms = min(self._tpot_ms, tpot_ms)
-        taken = self._known[sequence] = _Sequence(sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms)
+        taken = self._known[sequence] = TokenSequence(sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms)
         self._unread += prompt_tokens
         self._prompts.add(prompt_tokens)
         self._outputs.add(output_tokens)
@@ -321,8 +290,8 @@ class StepScheduler:
             return ": it takes at least one of each"
         if limits.longest_context is not None and most > limits.longest_context:
             return f" are more than the model's longest context ({limits.longest_context})"
-        if self._blocks_of(most - 1) > self.blocks:
-            return f" are more than the memory holds ({self.blocks * self._size})"
+        if self._blocks.needed(most - 1) > self._blocks.total:
+            return f" are more than the memory holds ({self._blocks.total * self._blocks.size})"
         return None
 
     def cancel(self, sequence: int) -> bool:
@@ -330,19 +299,19 @@ class StepScheduler:
         one = self._known.pop(sequence, None)
         if one is None:
             return False
-        if one.state in (_WAITING, _READING):
+        if one.state in (WAITING, READING):
             self._unread -= one.todo - one.read
-        if one.state == _WAITING:
+        if one.state == WAITING:
             self._queued -= 1
             self._is_blocked = False
-        elif one.state == _ENDING:
+        elif one.state == ENDING:
             self._ending -= 1
             self._give_back(one.blocks)
         else:
-            if one.state == _DECODING:
-                self._outputs.correct(one.written + self._turn - one.began - one.output)
-            self._leave(one)
-        one.state = _GONE
+            if one.state == DECODING:
+                self._outputs.correct(self._decoding.written(one) - one.output)
+            self._stop(one)
+        one.state = GONE
         return True
 
     def decide(self, now_ms: float = 0.0) -> Step | None:
@@ -352,7 +321,7 @@ class StepScheduler:
         decodes, most = True, self.limits.max_batch_tokens
         while self._give_ups and self.gives_up_ms <= now_ms:
             self._give_up(self._give_ups[0][1])
-        if order is not None and self._decoding:
+        if order is not None and self._decoding.sequences:
             if self._reading is None and not self._is_blocked:
                 while (head := self._head()) is not None and not head.epoch:
                     if now_ms <= order.latest_ms(head.todo, now_ms, head.first_by_ms, self.load):
@@ -360,7 +329,7 @@ class StepScheduler:
                     self._give_up(head.name)
             if self._reading is not None or (self._queued and not self._is_blocked):
                 decodes, most = order.choose(now_ms, self)
-        if decodes and self._decoding:
+        if decodes and self._decoding.sequences:
             self._decode(step)
         left = min(most, self.limits.max_batch_tokens - step.sequences)
         if self._reading is not None:
@@ -386,83 +355,54 @@ class StepScheduler:
             self._known[name].first_ms = ends_ms
         for name, _, _ in step.chunks:
             one = self._known[name]
-            if one.state == _DECODING and one.tpot_ms < math.inf:
-                if one.first_ms == math.inf:  # it wrote the first elsewhere
-                    one.first_ms = ends_ms
-                base_ms = one.first_ms + (one.written - one.began - 1) * one.tpot_ms
-                heappush(self._paces, (base_ms, name, one.epoch, one))
-
-    def _due_ms(self) -> float:
-        """Return when the next token of a sequence that decodes is due: its base and the time of a token for each turn.
-        All tokens of a replica are promised the same time, so the smallest base is first at every turn."""
-        heap = self._paces
-        while heap and (heap[0][3].epoch != heap[0][2] or heap[0][3].state != _DECODING):
-            heappop(heap)
-        return heap[0][0] + (self._turn + 1) * heap[0][3].tpot_ms if heap else math.inf
+            if one.state == DECODING and one.tpot_ms < math.inf:
+                self._decoding.pace(one, ends_ms)
 
     def decoding(self, step: Step) -> list[int]:
         """Return the sequences that decode in the step that was decided last."""
         if not step.sequences:
             return []
         ended = [name for name in step.last if self._known[name].read > self._known[name].todo]
-        return [name for name, one in self._decoding.items() if one.began < self._turn] + ended
+        turn = self._decoding.turn
+        return [name for name, one in self._decoding.sequences.items() if one.began < turn] + ended
 
     def done(self, step: Step, ended: tuple[int, ...] = ()) -> None:
         """Take note that a step has ended; `ended` are sequences that stop before their last token."""
         for name in step.last:
             one = self._known.get(name)
-            if one is not None and one.state == _ENDING:
+            if one is not None and one.state == ENDING:
                 self.cancel(name)
         for name in ended:
             self.cancel(name)
 
     def quiet_steps(self) -> int:
         """Return how many steps would now follow in which the same sequences decode and nothing else happens."""
-        count = len(self._decoding)
-        if not count or self._reading is not None or (self._queued and not self._is_blocked):
+        if self._reading is not None or (self._queued and not self._is_blocked):
             return 0
-        ends = self._ends
-        while ends[0][3].epoch != ends[0][2] or ends[0][3].state != _DECODING:
-            heappop(ends)
-        # Of any block's size of turns, each sequence takes one block.
-        return min(ends[0][0] - self._turn - 1, self.free_blocks // count * self._size)
+        return self._decoding.quiet_turns()
 
     def repeat(self, steps: int) -> None:
         """Decide so many of `quiet_steps` at once."""
-        count, rest = len(self._decoding), steps % self._size
-        taken = steps // self._size * count
-        for turn in range(self._turn + 1, self._turn + 1 + rest):
-            taken += self._due[turn % self._size]
-        self.free_blocks -= taken
-        self._turn += steps
-        self._context += steps * count
+        self._decoding.repeat(steps)
 
     # --- parts of a step ----------------------------------------------------------------------------------------------
 
     def _decode(self, step: Step) -> None:
-        turn = self._turn + 1
-        place = turn % self._size
-        while self._due[place] > self.free_blocks:
+        decoding = self._decoding
+        while decoding.next_blocks > self._blocks.free:
             self._preempt(step)
-        count = len(self._decoding)
-        if not count:
+        if not decoding.sequences:
             return
-        self.free_blocks -= self._due[place]
-        self._turn = turn
-        self._context += count
-        step.sequences, step.context_tokens = count, self._context
-        ends = self._ends
-        while ends and ends[0][0] <= turn:
-            _, name, epoch, one = heappop(ends)
-            if one.epoch == epoch and one.state == _DECODING:
-                one.read = one.todo + turn - one.began
-                self._leave(one, gives_back=False)
-                self._end(step, name, one)
+        decoding.advance()
+        step.sequences, step.context_tokens = len(decoding.sequences), decoding.context_tokens
+        while (one := decoding.pop_ended()) is not None:
+            del self._running[one.name]
+            self._end(step, one)
 
-    def _read_on(self, step: Step, one: _Sequence, left: int) -> None:
+    def _read_on(self, step: Step, one: TokenSequence, left: int) -> None:
         tokens = min(left, one.todo - one.read)
-        need = self._blocks_of(one.read + tokens) - one.blocks
-        if need > self.free_blocks:
+        need = self._blocks.needed(one.read + tokens) - one.blocks
+        if need > self._blocks.free:
             self._preempt(step)  # it was admitted last
         elif tokens > 0:
             self._read(step, one, tokens, need)
@@ -471,19 +411,19 @@ class StepScheduler:
         while left > 0 and self._reading is None and (one := self._head()) is not None:
             if one.todo > left and step.chunks and not is_cut:
                 break
-            if self.running >= self.limits.max_sequences or self._blocks_of(one.todo) > self.free_blocks:
+            if self.running >= self.limits.max_sequences or self._blocks.needed(one.todo) > self._blocks.free:
                 self._is_blocked = True
                 return
             self._queue.popleft()
             self._queued -= 1
             self._running[one.name] = one
-            one.state = _READING
+            one.state = READING
             tokens = min(left, one.todo)
-            self._read(step, one, tokens, self._blocks_of(tokens))
+            self._read(step, one, tokens, self._blocks.needed(tokens))
             left -= tokens
         self._is_blocked = False
 
-    def _read(self, step: Step, one: _Sequence, tokens: int, need: int) -> None:
+    def _read(self, step: Step, one: TokenSequence, tokens: int, need: int) -> None:
         """Let a sequence read so many tokens in the step, for which it takes `need` blocks."""
         step.chunks.append((one.name, tokens, one.read))
         step.prompt_tokens += tokens
@@ -491,62 +431,49 @@ class StepScheduler:
         one.read += tokens
         self._unread -= tokens
         one.blocks += need
-        self.free_blocks -= need
+        self._blocks.free -= need
         self._reading = None if one.read == one.todo else one
         if one.read < one.todo:
             return
         if not one.written:
             step.first.append(one.name)
         one.written += 1
-        one.began = self._turn
-        if one.written == one.output:
-            del self._running[one.name]
-            self._end(step, one.name, one)
+        if one.written < one.output:
+            self._decoding.add(one)
             return
-        one.state = _DECODING
-        self._decoding[one.name] = one
-        self._due[(one.began + 1 - one.todo) % self._size] += 1
-        self._context += one.todo
-        heappush(self._ends, (one.began + one.output - one.written, one.name, one.epoch, one))
-
-    def _end(self, step: Step, name: int, one: _Sequence) -> None:
-        one.blocks = self._blocks_of(one.read)
-        one.state = _ENDING
-        self._ending += 1
-        step.last.append(name)
-
-    def _leave(self, one: _Sequence, *, gives_back: bool = True) -> None:
-        """Take a sequence out of those that run."""
         del self._running[one.name]
-        if one.state == _DECODING:
-            del self._decoding[one.name]
-            context = one.todo + self._turn - one.began
-            self._due[(one.began + 1 - one.todo) % self._size] -= 1
-            self._context -= context
-            one.blocks = self._blocks_of(context)
+        one.blocks = self._blocks.needed(one.read)
+        self._end(step, one)
+
+    def _end(self, step: Step, one: TokenSequence) -> None:
+        one.state = ENDING
+        self._ending += 1
+        step.last.append(one.name)
+
+    def _stop(self, one: TokenSequence) -> None:
+        """Take a sequence out of those that run, and free its memory."""
+        del self._running[one.name]
+        if one.state == DECODING:
+            self._decoding.remove(one)
         elif self._reading is one:
             self._reading = None
-        if gives_back:
-            self._give_back(one.blocks)
+        self._give_back(one.blocks)
 
     def _give_back(self, blocks: int) -> None:
-        self.free_blocks += blocks
+        self._blocks.free += blocks
         self._is_blocked = False
 
     def _preempt(self, step: Step) -> None:
         one = self._running[next(reversed(self._running))]
-        if one.state == _DECODING:
-            one.written += self._turn - one.began
-        self._leave(one)
+        if one.state == DECODING:
+            one.written = self._decoding.written(one)
+        self._stop(one)
         self._unread -= one.todo - one.read
         one.todo = one.prompt + one.written
         self._unread += one.todo
         one.read = one.blocks = 0
         one.epoch += 1
-        one.state = _WAITING
+        one.state = WAITING
         self._queue.appendleft(one)
         self._queued += 1
         step.preempted.append(one.name)
-
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._size)

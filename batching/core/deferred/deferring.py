@@ -23,7 +23,6 @@ for while another model loses a larger share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heappush, heapreplace
 from typing import NamedTuple
 
 from tenuto.batching.core.by_deadline import DeadlineScheduler
@@ -32,6 +31,8 @@ from tenuto.batching.core.deferred.due import Holding
 from tenuto.batching.core.deferred.keeping_free import kept_until
 from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
 from tenuto.batching.core.deferred.looking import look_at
+from tenuto.batching.core.deferred.offered_load import OfferedLoad
+from tenuto.batching.core.deferred.recent_losses import RecentLosses
 from tenuto.batching.core.deferred.waiting import Waiting, WaitingPool, WaitingQueue
 from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.gathering import longest_within
@@ -42,7 +43,6 @@ from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.step_scheduler import StepOrder
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet, NetworkDelay, System
 
-LATELY_MS = 2.0 * ArrivalRate.WINDOW_MS  # derived: how long a lost request counts as lost lately
 _HOLD = 0.4  # fitted: the first `hold` where held batches would meet; rehearsals then try others
 EVERY_LOOK = 6  # derived: from measurements: the fixed time of a look, as many times the time it takes per program
 
@@ -79,7 +79,6 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     """The scheduler of this module. Invariant: when a gpu-let is idle that can serve a due batch in time, the batch
     does not wait, unless its program exceeds its plan.
 
-    `load`: the part of the time for which the offered requests would keep the gpu-lets busy in staggered batches.
     `looked` counts how often the batch of a program was looked at.
     """
 
@@ -100,17 +99,13 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         ]
         super().__init__(system, options, gpulets, queues)
         self.looked = 0
-        self.load = 0.0
-        self._is_light = False  # no program needs the GPU time that holding saves
         self._first_hold = self._hold_by_room()
         self._holding = Holding(self._gpulets, self._first_hold, chosen.defend, chosen.save_above)
         self._evens_out = system.objective == "each"
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
-        self._lost_until: dict[int, float] = {}  # by program that lost requests: until when its loss counts as recent
-        self._worst_loss, self._worst_until = 0.0, -INF  # the largest share that is lost; until when it holds
+        self._load = OfferedLoad(system, self._queues, self._gpulets, self._holding)
+        self._losses = RecentLosses(self._queues)
         self._waiting = Waiting(self._queues, self._gpulets)
-        self._silent: list[tuple[float, int]] = []  # a heap of (time, program): when to ask whether it became silent
-        self._heavy = 0  # pools that are not under light load
         self._is_resized = False  # gpu-lets were lost or came back since costs were adopted
         if known is not None:
             self._adopt(known.network)
@@ -118,7 +113,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 queue.rate = ArrivalRate(rps)
             for program, gpulet, factor in known.factors:
                 self.update_latency(program, gpulet, factor)
-        self._adopt_all_costs()
+        self._load.adopt_all(self._response_ms)
 
     def _is_roomy(self) -> bool:
         """Whether held batches seldom wait for the same gpu-let. That is so in a pool with one program, and in a pool
@@ -138,72 +133,13 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     def _resize(self, now: float) -> None:
         """Plan with the gpu-lets that are there now. When another first value of `hold` suits them, begin with it."""
         self._is_resized = False
-        self._adopt_all_costs()
-        self._follow_load()
+        self._load.adopt_all(self._response_ms)
+        self._load.see_whether_light()
         hold = self._hold_by_room()
         if hold != self._first_hold:
             self._first_hold = hold
             self.tune(now, hold, self._holding.defend)
         self._touch(self._gpulets.pools, now)
-
-    def _adopt_all_costs(self) -> None:
-        for pool in self._gpulets.pools:
-            pool.alone = pool.crowd = 0.0
-        for queue in self._queues:
-            self._adopt_costs(queue)
-            if queue.pools:
-                self._holding.set_staggered(queue)
-            for pool in queue.pools:
-                pool.alone += queue.costs.alone
-                pool.crowd += 1.0 / queue.costs.gpulets
-        self._size = max(1, sum([pool.size for pool in self._gpulets.pools]))
-        self.load = sum([queue.costs.busy for queue in self._queues], 0.0) / self._size
-        self._heavy = sum(pool.alone >= self._holding.save_above for pool in self._gpulets.pools)
-        for pool in self._gpulets.pools:
-            pool.is_enclosed = all(len(self._queues[program].pools) == 1 for program in pool.run)
-        for queue in self._queues:
-            self._holding.set_patience(queue)
-
-    def _adopt_costs(self, queue: WaitingQueue) -> None:
-        """Plan with what was learned of gpu-lets and of the delay to them."""
-        system, program = self.system, queue.program
-        longest_ms = max(system.models[m].slo_ms for m in system.programs[program].members)
-        shortest_ms = system.offered[program].slo_ms
-        queue.adopt_costs(self._gpulets, shortest_ms - self._response_ms, longest_ms - self._response_ms)
-
-    def _weigh(self, queue: WaitingQueue, now: float) -> None:
-        """Adopt a changed rate of one queue, and find the queues whose requests have stopped."""
-        silent = self._silent
-        if not queue.is_weighed:
-            queue.is_weighed = True
-            heappush(silent, (queue.rate.silent_at(now), queue.program))
-        while silent[0][0] <= now:
-            other = self._queues[silent[0][1]]
-            if other.pools and other is not queue and other.rate.is_silent(now):
-                other.rate.look_back(now)
-                self._load(other)
-            heapreplace(silent, (other.rate.silent_at(now), other.program))
-        self._adopt_costs(queue)
-        if queue.ids:
-            self._expire_later(queue)
-        self._load(queue)
-        self._holding.set_patience(queue)
-        self._follow_load()
-
-    def _follow_load(self) -> None:
-        if self._is_light != (not self._heavy):
-            self._is_light = not self._heavy
-            self._holding.also_light_until = -INF  # requests lost under heavy load say nothing about light load
-
-    def _load(self, queue: WaitingQueue) -> None:
-        """Adopt a changed load of one queue on its gpu-lets."""
-        before, was_busy = queue.costs.alone, queue.costs.busy
-        self._holding.set_staggered(queue)
-        self.load += (queue.costs.busy - was_busy) / self._size
-        for pool in queue.pools:
-            was_heavy = pool.alone >= self._holding.save_above
-            pool.alone += queue.costs.alone - before
-            self._heavy += (pool.alone >= self._holding.save_above) - was_heavy
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -214,13 +150,24 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         if now_ms >= rate.next_at:
             rate.roll(now_ms)
             if queue.pools:
-                self._weigh(queue, now_ms)
+                self._load.follow(queue, now_ms, self._response_ms)
+                if queue.ids:
+                    self._expire_later(queue)
         allowance = queue.allowance
         is_borrowed = allowance.is_limited and not allowance.take_token(now_ms)
-        if is_borrowed and allowance.exceeds and len(queue.ids) >= queue.costs.longest and self._harms(queue, now_ms):
+        if (
+            is_borrowed
+            and allowance.exceeds
+            and len(queue.ids) >= queue.costs.longest
+            and self._losses.are_due_to(queue, now_ms)
+        ):
             self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
             return
-        if self._evens_out and queue.provided_rps is not None and self._is_favoured(queue, queue.provided_rps, now_ms):
+        if (
+            self._evens_out
+            and queue.provided_rps is not None
+            and self._losses.favour(queue, queue.provided_rps, now_ms)
+        ):
             queue.loss.lose(1)
             self.decisions.append(Reject(queue.program, [request_id], 1000.0 / queue.provided_rps))
             return
@@ -237,24 +184,6 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 self._waiting.look_at(queue.watch, at)
                 if at < self.next_wake_ms:
                     self.next_wake_ms = at if at > now_ms else now_ms
-
-    def _harms(self, queue: WaitingQueue, now: float) -> bool:
-        """Say whether another program that keeps to its plan lost requests lately on gpu-lets of this program."""
-        return any(
-            other is not queue
-            and not other.allowance.exceeds
-            and any(queue.program in pool.run for pool in other.pools)
-            for other in self._losing(now)
-        )
-
-    def _is_favoured(self, queue: WaitingQueue, provided_rps: float, now: float) -> bool:
-        """Say whether more of a program is served than the plan has room for, while more of another one is lost."""
-        if (1.0 - queue.loss.share) * (queue.rate.rps or 0.0) <= provided_rps:
-            return False
-        if now >= self._worst_until:
-            lost = [q.loss.share for q in self._queues if q.pools and not q.rate.is_silent(now)]
-            self._worst_loss, self._worst_until = max(lost, default=0.0), now + ArrivalRate.STEP_MS
-        return queue.loss.share < self._worst_loss
 
     def _quickest_ms(self, queue: WaitingQueue) -> float:
         return queue.costs.quickest_ms
@@ -285,7 +214,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
 
     def _drop(self, queue: WaitingQueue, count: int, now: float) -> None:
         super()._drop(queue, count, now)
-        self._lost_until[queue.program] = self._holding.also_light_until = now + LATELY_MS
+        self._holding.also_light_until = self._losses.note(queue, now)
         if self._evens_out:
             queue.loss.lose(count)
 
@@ -361,7 +290,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                     ]
                 if len(can_go) > 1:
                     can_go.sort(key=rank)
-            losing = self._losing(now) if can_go else []
+            losing = self._losses.queues(now) if can_go else []
             for queue in can_go:
                 to = queue.batch.pool
                 if to is None:
@@ -375,13 +304,6 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         watch.is_tight = is_tight
         self._waiting.look_at(watch, look_at)
         return False
-
-    def _losing(self, now: float) -> list[WaitingQueue]:
-        """Return the queues that lost requests lately."""
-        losing = self._lost_until
-        for program in [program for program, until in losing.items() if until < now]:
-            del losing[program]
-        return [self._queues[program] for program in losing]
 
     def _opening(self, queue: WaitingQueue, now: float, way_ms: float) -> tuple[WaitingPool, int, float]:
         """Return the pool and the gpu-let for the next batch of a queue, and when a batch may be sent there. When a
@@ -429,6 +351,11 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     # For an observer --------------------------------------------------------------------------------------------------
 
     @property
+    def load(self) -> float:
+        """The part of the time for which the offered requests would keep the gpu-lets busy in staggered batches."""
+        return self._load.load
+
+    @property
     def hold(self) -> float:
         """Part of Symphony's holding time for which batches are held."""
         return self._holding.hold
@@ -470,7 +397,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
 
     def status(self) -> SchedulerStatus:
         held = self._holding
-        return SchedulerStatus(hold=held.hold, defend=held.defend, losing=len(self._lost_until))
+        return SchedulerStatus(hold=held.hold, defend=held.defend, losing=self._losses.programs)
 
     # Everything else -------------------------------------------------------------------------------------------------
 
