@@ -8,6 +8,7 @@ O(log n) for each sequence that begins or ends in it.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 WAITING, READING, DECODING, ENDING, GONE = range(5)  # unit: the state of a sequence
@@ -27,36 +28,24 @@ class KvBlocks:
         return -(-tokens // self.size)
 
 
+@dataclass(slots=True, eq=False)
 class TokenSequence:
-    """A sequence of tokens: its prompt, and what it has written."""
+    """A sequence of tokens: its prompt, and what it has written. Its first token is due at `first_by_ms`, each further
+    one `tpot_ms` later in the mean."""
 
-    __slots__ = (
-        "began",
-        "blocks",
-        "epoch",
-        "first_by_ms",
-        "first_ms",
-        "name",
-        "output",
-        "prompt",
-        "read",
-        "state",
-        "todo",
-        "tpot_ms",
-        "written",
-    )
-
-    def __init__(self, name: int, prompt: int, output: int, first_by_ms: float, tpot_ms: float) -> None:
-        self.name, self.prompt, self.output = name, prompt, output
-        self.first_by_ms, self.tpot_ms = first_by_ms, tpot_ms
-        self.first_ms = math.inf  # when its first token comes, as far as the order knows
-        self.todo = prompt  # tokens to read before it decodes: the prompt, and what it wrote before it was preempted
-        self.read = 0
-        self.written = 0  # tokens before it began to decode
-        self.began = 0  # the turn after which it decodes
-        self.blocks = 0  # held while it reads or ends
-        self.state = WAITING
-        self.epoch = 0  # times that it was preempted
+    name: int
+    prompt: int
+    output: int
+    first_by_ms: float
+    tpot_ms: float
+    todo: int  # tokens to read before it decodes: the prompt, and what it wrote before it was preempted
+    read: int = 0
+    first_ms: float = math.inf  # when its first token comes, as far as the order knows
+    written: int = 0  # tokens before it began to decode
+    began: int = 0  # the turn after which it decodes
+    blocks: int = 0  # held while it reads or ends
+    state: int = WAITING
+    epoch: int = 0  # times that it was preempted
 
 
 class Decoding:

@@ -1,4 +1,4 @@
-"""Eager batching: whatever waits runs as soon as a gpu-let is idle."""
+"""Eager batching: waiting requests run as soon as a gpu-let is idle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a scheduler knows of its gpu-lets: whether each is idle, busy (and until when) or lost, and how long each
-program takes on it.
+"""The state of the gpu-lets, as a scheduler knows it: whether each is idle, busy (and until when) or lost, and how
+long each program takes on it.
 
 Pools and their latency tables come from the plan and never change; only the count of gpu-lets that are not lost does.
 What is learned while serving is kept as numbers beside the tables: how much longer than planned a program takes on a

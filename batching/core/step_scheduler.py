@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -44,6 +44,7 @@ class StepLimits:
     longest_context: int | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """What one step holds.
 
@@ -52,26 +53,14 @@ class Step:
     with `context_tokens` of context together.
     """
 
-    __slots__ = (
-        "attention_pairs",
-        "chunks",
-        "context_tokens",
-        "first",
-        "last",
-        "preempted",
-        "prompt_tokens",
-        "sequences",
-    )
-
-    def __init__(self) -> None:
-        self.chunks: list[tuple[int, int, int]] = []
-        self.first: list[int] = []
-        self.last: list[int] = []
-        self.preempted: list[int] = []
-        self.prompt_tokens = 0
-        self.attention_pairs = 0
-        self.sequences = 0
-        self.context_tokens = 0
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    attention_pairs: int = 0
+    sequences: int = 0
+    context_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -268,7 +257,9 @@ class StepScheduler:
         if not self._known:
             self._tpot_ms = math.inf
         self._tpot_ms = min(self._tpot_ms, tpot_ms)
-        taken = self._known[sequence] = TokenSequence(sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms)
+        taken = self._known[sequence] = TokenSequence(
+            sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms, todo=prompt_tokens
+        )
         self._unread += prompt_tokens
         self._prompts.add(prompt_tokens)
         self._outputs.add(output_tokens)

@@ -1,4 +1,4 @@
-"""What a scheduler schedules: the models that clients ask for, the programs that serve them, and the gpu-lets that host
+"""The system of a scheduler: the models that clients ask for, the programs that serve them, and the gpu-lets that host
 the programs. Times are ms; latencies l(b) are indexed by batch size.
 """
 
@@ -106,7 +106,7 @@ class ScheduledGpulet(ByFields):
 
 @dataclass(frozen=True, slots=True)
 class GeneratingGpulet(ByFields):
-    """What a gpu-let, by index, runs the steps of: one model, by index, its limits, and what steps cost there.
+    """A gpu-let, by index, that generates: its model, by index, its limits, and the cost of its steps.
 
     `decided_ahead`: its engine decides on a step while the one before it runs. `ttft_ms` and `tpot_ms` are what the
     engine knows of the SLO. `rate_rps` is planned for it.

@@ -1,4 +1,4 @@
-"""What a plan serves and what that is worth, in a trial or by the model that makes every plan's expectation."""
+"""The requests that a plan serves in time, and their value: in a trial, or by the model of every plan's expectation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOTAL = 0.02  # derived: weight of all requests in time under the objective `eac
 
 @dataclass(frozen=True)
 class Judged:
-    """What a plan serves. Arrays are by model, in the order of the workload; `busy` is by gpu-let.
+    """The verdict on a plan. Arrays are by model, in the order of the workload; `busy` is by gpu-let.
 
     `value` is what plans are compared by: requests per second in time as the workload's objective counts them.
     `ok_rps` and `offered_rps` are requests per second, `deviation_rps` the standard deviation of what misses, as parts
@@ -86,7 +86,7 @@ class Worth:
         self.most = self.of(rates, rates)
 
     def of(self, ok: NDArray[Any], offered: NDArray[Any]) -> float:
-        """Return what requests in time are worth, as counts or per second: under `each` the part of the model that is
+        """Return the value of requests in time, as counts or per second: under `each` the part of the model that is
         served worst, of all requests, and a little of the total so that more for others still counts."""
         if not self._is_fair:
             return float(self._weights @ ok)
@@ -96,7 +96,7 @@ class Worth:
 
 
 def foreseen(plan: Plan, worth: Worth) -> Judged:
-    """Return what a plan is expected to serve: some ms instead of seconds for a trial."""
+    """Return the verdict on a plan by its expectation: some ms instead of seconds for a trial."""
     outlook = Outlooks().of(plan)
     offered = np.array([spec.rate_rps for spec in worth.models])
     ok = np.array([outlook.parts.get(spec.name, 0.0) for spec in worth.models]) * offered

@@ -1,4 +1,4 @@
-"""What is left of a plan after a loss, found by running it in virtual time."""
+"""Trials of a plan after the loss of a GPU, node or rack, in virtual time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.candidates import LARGE, SearchOptions
-from tenuto.batching.planning.search import CONFIRMING
+from tenuto.batching.planning.search import CONFIRMING, LARGE, SearchOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.expectation.outlook import alike_key

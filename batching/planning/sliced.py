@@ -97,7 +97,7 @@ class Slicing:
         return self.cutting.on(gpus, spare, self.now if keeps else None, evens_out=self._evens_out)
 
     def plan(self, cut: CutGpus) -> Plan:
-        """Return the plan of GPUs that are cut and filled. What is cut already as it should be stays so."""
+        """Return the plan of GPUs that are cut and filled. A GPU that is already cut as it should be stays so."""
         waiting: dict[str, list[FilledInstance]] = {}
         for instance in reversed(cut.instances):
             waiting.setdefault(instance.size, []).append(instance)

@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tenuto.batching.planning.candidates import Candidate, SearchOptions
-from tenuto.batching.planning.search import Search
+from tenuto.batching.planning.search import Candidate, Search, SearchOptions
 from tenuto.batching.planning.token_trials import carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
@@ -142,7 +141,7 @@ def _expected(best: Candidate, workload: Workload, hosted: set[str], attainment:
     models = {
         spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * float(part), 6))
         for spec, part, is_enough in zip(workload.models, parts, is_kept, strict=True)
-        if spec.name in hosted and best.is_tried
+        if spec.name in hosted and judged is not best.foreseen
         if not is_enough or STEADY_SLOS * spec.slo_ms <= 1000.0 * judged.window_s
     }
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
@@ -150,7 +149,7 @@ def _expected(best: Candidate, workload: Workload, hosted: set[str], attainment:
 
 def _notes(search: Search, best: Candidate, scheduler: str) -> Iterator[str]:
     judged, worst = best.judged, int(best.judged.attainment.argmin())
-    by = "in its trial" if best.is_tried else "by the model of queueing and batches"
+    by = "in its trial" if judged is not best.foreseen else "by the model of queueing and batches"
     yield f"the plan of {best.start}; plans tried in virtual time under '{scheduler}': {search.count}"
     yield (
         f"{by} {100 * judged.ok_rps.sum() / judged.offered_rps.sum():.4g} % of the requests are in time, the least of "

@@ -36,12 +36,12 @@ def carried_in_trial(
     the closed form expects there; (0, 0) where there is none. From the closed form's the rate goes up while a short
     stream is in time, and then down until all others are."""
     lengths = "" if spec.generates is None else spec.generates.model_dump_json()
-    return _carried_once(_Asked(lengths, spec.slo, spec), cost, kv_tokens, attainment, seed)
+    return _carried_once(_Question(lengths, spec.slo, spec), cost, kv_tokens, attainment, seed)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a model asks of a share. Models with the same lengths and SLO ask the same."""
+class _Question:
+    """A question to a share of a GPU. Models with the same lengths and SLO ask the same."""
 
     lengths: str
     slo: TokenSlo | None
@@ -49,7 +49,9 @@ class _Asked:
 
 
 @lru_cache(maxsize=10_000)  # limit: shares, of a kilobyte each; a controller's plans ask for the same again and again
-def _carried_once(question: _Asked, cost: StepCost, kv_tokens: int, attainment: float, seed: int) -> tuple[float, int]:
+def _carried_once(
+    question: _Question, cost: StepCost, kv_tokens: int, attainment: float, seed: int
+) -> tuple[float, int]:
     spec = question.spec
     rate, sequences = carried(spec, cost, kv_tokens)
     if rate <= 0:

@@ -1,4 +1,4 @@
-"""What a plan serves, found by running it in virtual time under the scheduler that will serve it."""
+"""Trials of a plan: runs in virtual time under the scheduler that will serve it."""
 
 from __future__ import annotations
 

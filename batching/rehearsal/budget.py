@@ -32,7 +32,7 @@ class Budget:
         return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, self._core * SPAN_MS)
 
     def is_used_by(self, expected_ms: float, now: float) -> bool:
-        """Return whether a replay that should take `expected_ms` would use up what is left of this minute."""
+        """Return whether a replay that should take `expected_ms` would use up the rest of this minute's budget."""
         self._expected_ms = expected_ms
         return self._measured * expected_ms >= self._left_ms(now)
 

@@ -16,7 +16,7 @@ NOISE = 0.5  # fitted: times the square root of what two values lost: the smalle
 
 
 class Seen(NamedTuple):
-    """What is remembered of one value: requests offered and met, by program, and how long gpu-lets were busy."""
+    """The memory of one value: requests offered and met, by program, and how long gpu-lets were busy."""
 
     offered: tuple[float, ...]
     met: tuple[float, ...]

@@ -8,7 +8,6 @@ the same schedule and systems give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Protocol
@@ -18,12 +17,12 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
 from tenuto.batching.core.scheduler_status import SchedulerStatus
-from tenuto.batching.core.step_scheduler import TRIES, emptiest
-from tenuto.batching.core.system import INF, GeneratingGpulet
+from tenuto.batching.core.system import INF
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
+from tenuto.batching.virtual.generating_replicas import GeneratingReplicas
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
-from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
+from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import Outcome
 
 _REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
@@ -76,15 +75,7 @@ class Engine:
         self.gpulets = EmulatedGpulets()
         self.index: Sequence[int] = ()  # by model of the schedule: its place in the scheduler's system; -1: not served
         self._index = np.zeros(0, dtype=np.int64)  # the same as an array
-        self.replicas: list[VirtualSteps] = []  # of models that generate, in the order of the system
-        self._tokens = tokens
-        self._names: list[str] = []  # gpu-lets, by replica
-        self._bounds: list[tuple[float, float]] = []  # TTFT and TPOT, by replica
-        self._rates: dict[int, float] = {}  # requests per second planned, by replica
-        self._writers: dict[int, list[int]] = {}  # places in `replicas`, by model of the system
-        self._known: dict[tuple[str, str], tuple[GeneratingGpulet, int]] = {}  # the same, by ids of gpu-let and model
-        self.is_there: Callable[[str], bool] = lambda _gpulet: True  # whether a gpu-let can begin to generate
-        self.written: list[tuple[int, int]] = []  # requests that were generated to their end, with the place
+        self.replicas = GeneratingReplicas(self.times_ms, tokens, self.gpulets.events, self.lose)
         self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
         self.lost: dict[Outcome, list[Sequence[int]]] = {
             outcome: [] for outcome in (Outcome.EXPIRED, Outcome.REJECTED, Outcome.FAILED)
@@ -109,21 +100,8 @@ class Engine:
         self._rehearsals, self._replay = rehearsals_of(scheduler), None
         self.lost_by_model = self.lost_by_model or [0] * len(index)
         self.gpulets.add(scheduler.system, data_ms_by_model)
-        before, self._known, self._writers = self._known, {}, {}
-        for gpulet in scheduler.system.generating:
-            key = scheduler.system.gpulets[gpulet.gpulet].id, scheduler.system.models[gpulet.model].name
-            old, place = before.pop(key, (None, -1))
-            if old is None or replace(gpulet, gpulet=old.gpulet, model=old.model, rate_rps=old.rate_rps) != old:
-                place = len(self.replicas)
-            self._known[key], self._rates[place] = (gpulet, place), gpulet.rate_rps
-            self._writers.setdefault(gpulet.model, []).append(place)
-            if place < len(self.replicas):
-                continue  # it goes on; those that are gone end what they have begun
-            self._names.append(key[0])
-            order = scheduler.step_order(gpulet)
-            made = VirtualSteps(gpulet.limits, gpulet.cost, decided_ahead=gpulet.decided_ahead, order=order)
-            self.replicas.append(made)
-            self._bounds.append((INF, INF) if order is None else (gpulet.ttft_ms, gpulet.tpot_ms))
+        if scheduler.system.generating or self.replicas.steps:
+            self.replicas.install(scheduler)
 
     def serve(self, last: int) -> None:
         """Let the arrivals before number `last` come, and do all events until then."""
@@ -134,7 +112,7 @@ class Engine:
             self.next = last
             return
         events, now, settle, add = self.gpulets.events, self.now_ms, self.settle, scheduler.add_request
-        rehearsals = self._rehearsals
+        rehearsals, generated = self._rehearsals, self.replicas.by_model
         for request, at, model, deadline in zip(
             rows,
             self.times_ms[self.next : last].tolist(),
@@ -148,8 +126,8 @@ class Engine:
             if model < 0:
                 self.lose(at, Outcome.REJECTED, (request,))
                 continue
-            if model in self._writers:
-                self._write(at, model, request)
+            if model in generated:
+                self.replicas.add(at, model, request)
                 continue
             if rehearsals is not None and (replay := rehearsals.arrived(at, model, deadline)) is not None:
                 self._rehearse(rehearsals, replay, at)
@@ -174,10 +152,9 @@ class Engine:
                     now, replay, self._replay = at, self._replay, None
                     self._rehearsals.learn(replay.run(), now)
                 elif gpulet < 0:
-                    replica = self.replicas[-1 - gpulet]
-                    if replica.due_ms == at:
+                    if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at
-                        self._write_on(now, -1 - gpulet)
+                        self._follow(self.replicas.advance(now, -1 - gpulet), now)
                 else:
                     batch = running[gpulet]
                     if version[gpulet] != stamp or batch is None:
@@ -191,8 +168,7 @@ class Engine:
                         scheduler.batch_done(now, gpulet - first)
                     if batch_ended is not None:
                         batch_ended(now, gpulet, batch)
-                    if self._follows is not None:
-                        self._add_following(self._follows.answered(batch.ids, now), now)
+                    self._follow(batch.ids, now)
             elif wake_at < until:
                 now = max(now, wake_at)
                 scheduler.wake(now)
@@ -207,8 +183,8 @@ class Engine:
         model = self.index[int(self.models[request])] if self.scheduler is not None else -1
         if model < 0 or self.scheduler is None:
             self.lose(now, unserved, (request,))
-        elif model in self._writers:
-            self._write(now, model, request)
+        elif model in self.replicas.by_model:
+            self.replicas.add(now, model, request)
         else:
             deadline = float(self.deadlines_ms[request])
             rehearsals = self._rehearsals
@@ -216,51 +192,10 @@ class Engine:
                 self._rehearse(rehearsals, replay, now)
             self.scheduler.add_request(now, model, request, deadline)
 
-    def _write(self, now: float, model: int, request: int) -> None:
-        """Let the emptiest replica generate the answer, or the next one where that refuses it."""
-        ready = [place for place in self._writers[model] if self.is_there(self._names[place])]
-        outcome = Outcome.REJECTED if ready else Outcome.FAILED
-        for _ in range(min(TRIES, len(ready))):
-            place = ready.pop(emptiest((self.replicas[each].scheduler.sequences, self._rates[each]) for each in ready))
-            if self._is_taken(now, place, request):
-                return
-        self.lose(now, outcome, (request,))
-
-    def _is_taken(self, now: float, place: int, request: int) -> bool:
-        replica, tokens = self.replicas[place], self._tokens
-        if tokens is None:
-            raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")
-        due_ms, (ttft_ms, tpot_ms) = replica.due_ms, self._bounds[place]
-        lengths = int(tokens.prompt[request]), int(tokens.output[request])
-        refusal = replica.add(now, request, *lengths, float(self.times_ms[request]) + ttft_ms, tpot_ms)
-        self._give_up(now, replica)
-        if replica.due_ms != due_ms:
-            heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
-        return refusal is None
-
-    def _write_on(self, now: float, place: int) -> None:
-        replica = self.replicas[place]
-        replica.advance(now)
-        if replica.due_ms < INF:
-            heappush(self.gpulets.events, (replica.due_ms, -1 - place, 0))
-        self._give_up(now, replica)
-        if replica.ended:
-            ended, replica.ended = replica.ended, []
-            self.written += [(request, place) for request in ended]
-            if self._follows is not None:
-                self._add_following(self._follows.answered(ended, now), now)
-
-    def _give_up(self, now: float, replica: VirtualSteps) -> None:
-        if replica.scheduler.expired:
-            expired, replica.scheduler.expired = replica.scheduler.expired, []
-            self.lose(now, Outcome.EXPIRED, expired)
-
     def stop_writing(self, now: float, gpulets: Collection[str]) -> None:
         """End replicas that are lost; their sequences begin anew elsewhere, as their tokens are read again there."""
-        for name, replica in zip(self._names, self.replicas, strict=True):
-            if name in gpulets and replica.due_ms < INF:
-                for request in replica.stop(now):
-                    self.add(request, now, Outcome.FAILED)
+        for request in self.replicas.stop(now, gpulets):
+            self.add(request, now, Outcome.FAILED)
 
     def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
         """Keep the observer's replay until its result is due."""
@@ -290,8 +225,9 @@ class Engine:
             return self._rehearsals.status()
         return None if self.scheduler is None else self.scheduler.status()
 
-    def _add_following(self, due: Sequence[tuple[int, float]], now: float) -> None:
-        for request, deadline in due:
+    def _follow(self, answered: Sequence[int], now: float) -> None:
+        """Add the requests that follow on answers."""
+        for request, deadline in self._follows.answered(answered, now) if self._follows and answered else ():
             self.times_ms[request], self.deadlines_ms[request] = now, deadline
             self.followed.append(request)
             self.add(request, now, Outcome.REJECTED)

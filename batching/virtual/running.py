@@ -125,7 +125,7 @@ class RunningSystem:
         if deadlines_ms is None:
             deadlines_ms = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
         self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows, tokens=tokens)
-        self._engine.is_there = lambda name: (process := self._processes.get(name)) is not None and process.is_ready
+        self._engine.replicas.is_ready = self._is_ready
         self._tokens = tokens
         self._engine.batch_ended = self._batch_ended
         allowed_ms = (deadlines_ms - times_ms)[: self._engine.planned]
@@ -253,6 +253,11 @@ class RunningSystem:
         engine.carry_out(now)
         return requests
 
+    def _is_ready(self, name: str) -> bool:
+        """Whether the process of a gpu-let serves."""
+        process = self._processes.get(name)
+        return process is not None and process.is_ready
+
     def _offer(self, name: str, now: float) -> None:
         """Let the scheduler use a gpu-let that is ready and runs no batch, not even one of an earlier plan."""
         process, engine = self._processes.get(name), self._engine
@@ -344,8 +349,8 @@ class RunningSystem:
         their prompts and outputs."""
         written, engine = np.zeros((len(self._names), 4), dtype=np.int64), self._engine
         slos = {} if self.plan is None else {spec.name: spec.slo for spec in self.plan.models}
-        for request, place in engine.written:
-            replica, model = engine.replicas[place], int(engine.models[request])
+        for request, place in engine.replicas.written:
+            replica, model = engine.replicas.steps[place], int(engine.models[request])
             slo, first_ms, last_ms = slos.get(self._names[model]), replica.first_ms[request], replica.last_ms[request]
             if self._tokens is None:
                 continue
@@ -355,7 +360,7 @@ class RunningSystem:
                 or (last_ms - first_ms) / max(1, output - 1) > slo.tpot_ms + TIME_TOLERANCE_MS
             )
             written[model] += (not is_late, is_late, prompt, output)
-        engine.written.clear()
+        engine.replicas.written.clear()
         return written
 
     def _measured_ratios(self) -> dict[str, dict[str, float]]:

@@ -79,7 +79,7 @@ def simulate(
     index = [model if model in served else -1 for model in range(len(system.models))]
     engine.install(scheduler, index, data_ms_by_model)
     is_stopped, lost = False, set[str]()
-    engine.is_there = lambda name: name not in lost
+    engine.replicas.is_ready = lambda name: name not in lost
     for until_ms, gpulets in (*losses, (INF, ())):
         last = int(np.searchsorted(times_ms[:planned], until_ms, side="right"))
         while engine.next < last and not is_stopped:
@@ -105,7 +105,7 @@ def simulate(
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,
         scheduler=engine.status(),
-        writing=None if tokens is None else Writing.of(engine.replicas, tokens, slos or {}, requests),
+        writing=None if tokens is None else Writing.of(engine.replicas.steps, tokens, slos or {}, requests),
     )
 
 

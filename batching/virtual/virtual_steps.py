@@ -131,7 +131,7 @@ class VirtualSteps:
         return self._start_ms + (repeats + 1) * self._takes_ms + 0.5 * repeats * (repeats + 1) * self._more_ms
 
     def _cut(self, now_ms: float) -> None:
-        """Keep of the steps that follow alike those that were decided before now, and end with the one that runs."""
+        """Cut a run of equal steps short: keep those that were decided before now, and end with the one that runs."""
         if self._repeats:
             self._repeats = self._begun_by(now_ms)
             self.due_ms = self._end_of(self._repeats)

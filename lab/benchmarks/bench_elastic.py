@@ -27,9 +27,8 @@ from bench_promises import Scene
 from placement_scenes import NETWORKS, machine, thesis
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.candidates import SearchOptions
 from tenuto.batching.planning.judging import Judged
-from tenuto.batching.planning.search import Search
+from tenuto.batching.planning.search import Search, SearchOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles

@@ -194,7 +194,7 @@ class Mixing:
         return on
 
     def _parts(self, unit: Sequence[tuple[int, int]], layout: _Layout) -> tuple[float, float]:
-        """Return what is left of a GPU beside gpu-lets: the share, and the part of its memory."""
+        """Return the rest of a GPU beside gpu-lets: the share, and the part of its memory."""
         left = 100.0 - sum(share for _, share in unit)
         if not unit:
             return 100.0, 1.0

@@ -65,9 +65,8 @@ class DeferredOptions(SchedulerOptions):
 
 
 class Known(NamedTuple):
-    """What a scheduler learned while serving: the network delays, the offered rate of each program (requests per
-    second;
-    None: unknown), measured over planned latency by (program, gpu-let), and which gpu-lets are lost."""
+    """The measurements of a scheduler: the network delays, the offered rate of each program (requests per second; None:
+    unknown), measured over planned latency by (program, gpu-let), and which gpu-lets are lost."""
 
     network: NetworkDelay
     rates: tuple[float | None, ...]
@@ -87,7 +86,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     options_type = DeferredOptions
 
     def __init__(self, system: System, options: SchedulerOptions | None = None, known: Known | None = None) -> None:
-        """`known`: what another scheduler learned; by default the plan's numbers stand."""
+        """`known`: the measurements of another scheduler; by default the plan's numbers stand."""
         chosen = self.options = options if isinstance(options, DeferredOptions) else DeferredOptions()
         gpulets = Gpulets(system, WaitingPool)
         for gpulet in known.lost if known is not None else ():
@@ -387,7 +386,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         return sum([queue.rate.rps or 0.0 for queue in self._queues], 0.0)
 
     def known(self) -> Known:
-        """Return what was learned while serving, as the start for another scheduler of the same system."""
+        """Return the measurements of this scheduler, as the start for another one of the same system."""
         gpulets = self._gpulets
         rates = tuple([queue.rate.rps for queue in self._queues])
         return Known(self._network, rates, gpulets.factors(), gpulets.lost())

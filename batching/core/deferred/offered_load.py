@@ -1,5 +1,5 @@
-"""The load that the offered requests are for the gpu-lets, and what is planned by it: what batches cost, how large they
-should be, and how long they may be held."""
+"""The load that the offered requests are for the gpu-lets. The costs of batches, their sizes and their holding times
+follow from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OfferedLoad:
         self._silent: list[tuple[float, int]] = []  # a heap of (time, program): when to ask whether it became silent
 
     def adopt_all(self, response_ms: float) -> None:
-        """Plan with the gpu-lets that are there now, and with what was learned of them."""
+        """Plan with the present gpu-lets and their measured latencies."""
         pools, holding = self._gpulets.pools, self._holding
         for pool in pools:
             pool.alone = pool.crowd = 0.0
@@ -51,7 +51,7 @@ class OfferedLoad:
             holding.set_patience(queue)
 
     def adopt(self, queue: WaitingQueue, response_ms: float) -> None:
-        """Plan a queue with what was learned of gpu-lets and of the delay to them."""
+        """Plan a queue with the measured latencies of gpu-lets and the measured delay to them."""
         system, program = self._system, queue.program
         longest_ms = max(system.models[m].slo_ms for m in system.programs[program].members)
         shortest_ms = system.offered[program].slo_ms

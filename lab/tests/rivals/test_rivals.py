@@ -37,11 +37,6 @@ def test_every_request_has_one_outcome_and_no_promise_is_broken(scenario: Drawn,
     contract.every_request_has_one_outcome_and_no_promise_is_broken(scenario, chosen)
 
 
-@given(scenarios(), drawn)
-def test_an_expired_request_is_answered_by_its_deadline(scenario: Drawn, chosen: Chosen) -> None:
-    contract.an_expired_request_is_answered_by_its_deadline(scenario, chosen)
-
-
 @given(scenarios(faults=False), drawn)
 def test_the_same_events_give_the_same_batches(scenario: Drawn, chosen: Chosen) -> None:
     contract.the_same_events_give_the_same_batches(scenario, chosen)

@@ -51,7 +51,7 @@ class Disturbance:
 
 
 class Reserve:
-    """What a share carries beside the worst neighbour that may still come, for gpu-lets next to a free one.
+    """The rate of a share beside the worst neighbour that may still come, for gpu-lets next to a free one.
 
     The worst neighbour is the workload's model that slows a batch down most, with its largest batch on the rest of the
     GPU. Models that cannot be judged are left out: they never become neighbours.

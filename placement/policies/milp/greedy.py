@@ -76,7 +76,7 @@ class _Filling:
         return list(self._counts.values())
 
     def _filled(self, kind: str) -> tuple[Pattern, float]:
-        """Return a GPU filled with what is left, and the weighted rate it carries."""
+        """Return a GPU filled with the replicas that are left to place, and the weighted rate it carries."""
         model, carries, compute, held, size = self._columns[kind]
         chosen: list[Item] = []
         free_compute = free_held = FULL_PCT

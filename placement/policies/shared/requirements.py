@@ -1,6 +1,7 @@
-"""What a replica requires of a GPU in percent, for USHER and the MILPs: compute (Creq) and memory (Mreq) by batch size.
+"""The requirements of a replica in percent of a GPU, for USHER and the MILPs: compute (Creq) and memory (Mreq).
 
-Only batches measured on the whole GPU count. A batch whose metric the profile lacks is left out, not guessed.
+They are by batch size. Only batches measured on the whole GPU count. A batch whose metric the profile lacks is left
+out, not guessed.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class PartitionModel:
 
 @dataclass(frozen=True)
 class PartitionLimits:
-    """What a sub-cluster may hold; None: no limit. `memory_mib` is one GPU's; `max_change_mib` limits all loading and
+    """The limits of a sub-cluster; None: no limit. `memory_mib` is one GPU's; `max_change_mib` limits all loading and
     unloading together; `memory_weight` is w."""
 
     memory_mib: float | None = None

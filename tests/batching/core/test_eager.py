@@ -6,40 +6,16 @@ import heapq
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tenuto.batching.core.scheduler import Dispatch, Drop
 from tenuto.batching.core.system import System
 from tenuto.batching.registry import make_scheduler
 from tenuto.errors import InvalidInputError
 from tests.batching.core import contract
-from tests.batching.core.contract import Chosen, Drawn
-from tests.batching.core.test_properties import scenarios
+from tests.batching.core.contract import Chosen
 from tests.instruments.systems import everywhere_linear
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [("eager", {})]
-drawn = st.sampled_from(CHOICES)
-
-
-@given(scenarios(), drawn)
-def test_every_request_has_one_outcome_and_no_promise_is_broken(scenario: Drawn, chosen: Chosen) -> None:
-    contract.every_request_has_one_outcome_and_no_promise_is_broken(scenario, chosen)
-
-
-@given(scenarios(), drawn)
-def test_an_expired_request_is_answered_by_its_deadline(scenario: Drawn, chosen: Chosen) -> None:
-    contract.an_expired_request_is_answered_by_its_deadline(scenario, chosen)
-
-
-@given(scenarios(faults=False), drawn)
-def test_the_same_events_give_the_same_batches(scenario: Drawn, chosen: Chosen) -> None:
-    contract.the_same_events_give_the_same_batches(scenario, chosen)
-
-
-@given(scenarios(faults=False), drawn)
-def test_a_lone_request_that_can_be_met_is_served(scenario: Drawn, chosen: Chosen) -> None:
-    contract.a_lone_request_that_can_be_met_is_served(scenario, chosen)
 
 
 @pytest.mark.parametrize("chosen", CHOICES, ids=str)

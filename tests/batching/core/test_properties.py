@@ -14,7 +14,9 @@ from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpul
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
-from tests.batching.checked_run import CheckedRun, Event, Outcomes
+from tests.batching.checked_run import CheckedRun, Event
+from tests.batching.core import contract
+from tests.batching.core.contract import Chosen, Drawn
 from tests.instruments.systems import everywhere_linear
 
 coefficients = st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 10.0), st.floats(1.05, 6.0))
@@ -76,9 +78,9 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[System, list[Event]]:
     return system, events
 
 
-Chosen = tuple[str, dict[str, str]]
 chosen_schedulers = st.one_of(
     st.just(("deferred", {})),
+    st.just(("eager", {})),
     st.tuples(
         st.just("symphony"),
         st.fixed_dictionaries(
@@ -88,55 +90,21 @@ chosen_schedulers = st.one_of(
 )
 
 
-def check_outcomes(events: list[Event], out: Outcomes, run: CheckedRun) -> None:
-    """Each request ends in exactly one outcome, and the counts add up."""
-    offered = {event.ref for event in events if event.kind == "add"}
-    groups = [set(out.served), set(out.dropped), out.cancelled, out.failed]
-    assert set().union(*groups) == offered
-    assert sum(map(len, groups)) == len(offered)
-    assert not run.queued
-
-
 @given(scenarios(), chosen_schedulers)
 def test_every_request_has_one_outcome_and_an_expired_one_is_answered_by_its_deadline(
-    scenario: tuple[System, list[Event]], chosen: Chosen
+    scenario: Drawn, chosen: Chosen
 ) -> None:
-    system, events = scenario
-    run = CheckedRun(make_scheduler(chosen[0], system, chosen[1]))
-    out = run.run(events)
-    check_outcomes(events, out, run)
-    arrived = {event.ref: event.at for event in events if event.kind == "add"}
-    for request, at in out.dropped.items():
-        assert at <= max(run.deadline[request], arrived[request]) + 0.01
+    contract.every_request_has_one_outcome_and_no_promise_is_broken(scenario, chosen)
 
 
 @given(scenarios(faults=False), chosen_schedulers)
-def test_the_same_events_give_the_same_batches(scenario: tuple[System, list[Event]], chosen: Chosen) -> None:
-    system, events = scenario
-    first = CheckedRun(make_scheduler(chosen[0], system, chosen[1])).run(events)
-    second = CheckedRun(make_scheduler(chosen[0], system, chosen[1])).run(events)
-    assert first == second
+def test_the_same_events_give_the_same_batches(scenario: Drawn, chosen: Chosen) -> None:
+    contract.the_same_events_give_the_same_batches(scenario, chosen)
 
 
 @given(scenarios(faults=False), chosen_schedulers)
-def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
-    scenario: tuple[System, list[Event]], chosen: Chosen
-) -> None:
-    """A request that is alone in the system and feasible on its own is served."""
-    system, events = scenario
-    network = system.network
-    spaced = []
-    for number, event in enumerate(e for e in events if e.slo_ms > 0):
-        spaced.append(Event(1000.0 * number, "add", event.index, event.ref, event.slo_ms))
-    run = CheckedRun(make_scheduler(chosen[0], system, chosen[1]))
-    out = run.run(spaced)
-    for event in spaced:
-        best = min(
-            (g.hosts[event.index].planned_ms()[1] for g in system.gpulets if event.index in g.hosts), default=1e9
-        )
-        needed = best + network.ctrl_ms + network.data_ms_per_request + network.response_ms
-        if needed <= event.slo_ms:
-            assert event.ref in out.served
+def test_an_idle_cluster_drops_nothing_that_could_have_been_met(scenario: Drawn, chosen: Chosen) -> None:
+    contract.a_lone_request_that_can_be_met_is_served(scenario, chosen)
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.3, 3.0), st.integers(1, 6))

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from tenuto.batching.planning.candidates import SearchOptions
-from tenuto.batching.planning.search import Search
+from tenuto.batching.planning.search import Search, SearchOptions
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.placement.planner import PlanTask, plan_on_fewest

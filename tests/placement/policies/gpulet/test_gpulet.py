@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Policy, Workload
+from tenuto.placement import Cluster, Policy
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, find_cycle
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.placement.policies.gpulet.knee import knee_by_chord, knee_by_curvature
@@ -114,18 +114,3 @@ def test_turns_are_kept_and_an_elastic_cluster_carries_every_rate(
     assert_turns_are_kept(plan, workload)
     if elastic:
         assert carried(plan, workload)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_an_empty_workload_gives_an_empty_plan(name: str) -> None:
-    plan = decided(POLICIES[name], Workload(), Cluster.parse("v100:2"), IGNITER)
-    assert (plan.gpulets, plan.unserved, plan.expected.goodput_rps) == ((), (), 0)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_model_that_fits_nowhere_is_reported(name: str) -> None:
-    tight = {"name": "tight", "profile": "ssd", "rate_rps": 5, "slo_ms": 6}
-    workload = Workload.model_validate({"models": [tight, *five_models(vgg19=50).model_dump()["models"]]})
-    plan = decided(POLICIES[name], workload, Cluster.parse("v100:2"), IGNITER)
-    assert plan.unserved == ("tight",)
-    assert plan.unserved_reasons["tight"]

@@ -74,15 +74,6 @@ def test_a_rate_above_one_gpu_is_split() -> None:
     assert plan.expected.goodput_rps == pytest.approx(6600)
 
 
-def test_plans_are_deterministic_and_survive_yaml() -> None:
-    plan = solved(Igniter(), twelve())
-    assert plan == solved(Igniter(), twelve()) == Plan.from_data(plan.to_data())
-
-
-def test_empty_workload() -> None:
-    assert solved(Igniter(), Workload()).gpulets == ()
-
-
 def slower(gpu_type: str, factor: float, without: tuple[str, ...] = ()) -> Profile:
     """Return iGniter's profile for a made-up GPU type on which batches take `factor` times as long."""
     data = load_shipped("igniter-v100").model_dump(by_alias=True)
@@ -178,10 +169,6 @@ def test_batches_beyond_the_measured_ones_need_memory_too() -> None:
     plan = solve(Igniter(), workload, cluster, Profiles([Profile.model_validate(data)]))
     assert not plan.unserved
     assert all(g.models[0].memory_mib for g in plan.gpulets)
-
-
-def test_a_cluster_without_gpus() -> None:
-    assert decided(Igniter(), Workload(), Cluster(), profiles()).gpulets == ()
 
 
 def test_profiles_without_coefficients_are_refused() -> None:

@@ -105,13 +105,6 @@ def test_own_batch_sizes_per_replica_never_carry_less() -> None:
         assert own >= one - 1e-6
 
 
-def test_adding_a_gpu_never_lowers_the_goodput() -> None:
-    workload = equal_rates((*VISION, "bert"), 400, 200)
-    for policy in (AoMilp, WsmMilp):
-        goodputs = [planned(policy(), workload, v100s(n)).expected.goodput_rps for n in (1, 2, 4, 8)]
-        assert goodputs == sorted(goodputs)
-
-
 def test_an_elastic_cluster_carries_every_rate_at_the_least_price() -> None:
     fast, slow = {"m": {4: (60.0, 10.0, 100.0)}}, {"m": {4: (60.0, 10.0, 50.0)}}
     profiles = Profiles([requirement_profile(fast), requirement_profile(slow, "t4")])
