@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tenuto.deployments.control import journal
 from tenuto.deployments.control.change_rate_limit import ChangeRateLimit
-from tenuto.deployments.control.change_table import ChangeEvent, Phase, next_phase
+from tenuto.deployments.control.change_table import TRANSITIONS, ChangeEvent, Phase
 from tenuto.deployments.control.estimates import FOLLOW
 from tenuto.deployments.control.interface import Apply, Decision, Observation
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
@@ -46,8 +46,11 @@ class ChangeState:
         return Phase.GOING_BACK if self.change.is_rollback else Phase.UNDER_WAY
 
     def _move(self, event: ChangeEvent, change: ChangeUnderWay | None = None) -> None:
-        """Go to the state after an event. `change`: the one that is under way, or to be proved, from then on."""
-        phase = next_phase(self.phase, event)
+        """Go to the state after an event; raise `ValueError` when the table does not have it. `change`: the one that is
+        under way, or to be proved, from then on."""
+        phase = TRANSITIONS.get((self.phase, event))
+        if phase is None:
+            raise ValueError(f"a change that is '{self.phase}' cannot go on when {event}")
         self.proving = change if phase is Phase.PROVING else None
         self.change = None if phase is Phase.PROVING else change
         assert self.phase is phase, (event, phase)

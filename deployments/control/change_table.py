@@ -53,13 +53,6 @@ TRANSITIONS: Mapping[tuple[Phase, ChangeEvent], Phase] = {
 }
 
 
-def next_phase(phase: Phase, event: ChangeEvent) -> Phase:
-    """Return the state after an event; raise `ValueError` when it cannot happen in this state."""
-    if (phase, event) not in TRANSITIONS:
-        raise ValueError(f"a change that is '{phase}' cannot go on when {event}")
-    return TRANSITIONS[phase, event]
-
-
 def as_markdown() -> str:
     """Return the table as the documentation shows it: a row for every event, a column for every state."""
     rows = [("when", *Phase), ("---",) * (len(Phase) + 1)]
