@@ -17,7 +17,7 @@ ORDINARY = ROOT / "tests" / "data" / "words.txt"
 # Words that say nothing of what a thing is, and how many names of modules, classes and functions still have them. A
 # number may only fall: whoever renames one lowers it.
 EMPTY_WORDS = {
-    "asked": 18,
+    "asked": 17,
     "charge": 4,
     "found": 6,
     "here": 3,
@@ -25,13 +25,13 @@ EMPTY_WORDS = {
     "laying": 0,
     "near": 2,
     "there": 2,
-    "told": 11,
+    "told": 10,
     "wanted": 2,
     "whereabouts": 0,
     "worth": 7,
 }
 # Verbs that need an object, and how many functions are called so and no more.
-LONE_VERBS = {"ask": 15, "do": 3, "go_on": 4, "leave": 18, "look": 10, "put": 6, "say": 4, "take": 23, "tell": 9}
+LONE_VERBS = {"ask": 15, "do": 3, "go_on": 3, "leave": 16, "look": 8, "put": 6, "say": 4, "take": 19, "tell": 9}
 
 
 @cache
@@ -100,6 +100,7 @@ def test_no_further_name_has_a_word_that_says_nothing() -> None:
         if count > EMPTY_WORDS[word]
     }
     assert not above, f"Name what the thing holds or does, in words of the field: {above}"
+    assert {word: counts[word] for word in EMPTY_WORDS} == EMPTY_WORDS, "fewer are left: lower the numbers"
 
 
 def test_no_further_function_is_a_verb_without_its_object() -> None:
@@ -111,3 +112,4 @@ def test_no_further_function_is_a_verb_without_its_object() -> None:
         if count > LONE_VERBS[verb]
     }
     assert not above, f"Say what it is done to (`claim_lease`, not `take`): {above}"
+    assert {verb: counts[verb] for verb in LONE_VERBS} == LONE_VERBS, "fewer are left: lower the numbers"

@@ -26,7 +26,7 @@ class WeightStore:
         self._alike: dict[tuple[object, ...], list[str]] = {}
         self.device = torch.device("cpu")
 
-    def put(self, name: str, tensor: torch.Tensor) -> str:
+    def hold(self, name: str, tensor: torch.Tensor) -> str:
         """Keep a tensor under a new name and return the name."""
         plain = "".join(c if c.isalnum() else "_" for c in name)
         while plain in self.tensors:
@@ -41,7 +41,7 @@ class WeightStore:
         for known in self._alike.setdefault(mark, []):
             if torch.equal(self.tensors[known], tensor):
                 return known
-        plain = self.put(name, tensor)
+        plain = self.hold(name, tensor)
         self._alike[mark].append(plain)
         return plain
 
@@ -78,18 +78,18 @@ class MergePlan:
             return
         rows, columns = group.places(first.model)
         weight = matrix(self.models[first.model], first)
-        self.store.put(name, weight[rows][:, columns].contiguous())
+        self.store.hold(name, weight[rows][:, columns].contiguous())
         for member in group.members.values():
             own = matrix(self.models[member.model], member)
             rows, columns = group.places(member.model)
             other_rows, other_columns = others(rows, own.shape[0]), others(columns, own.shape[1])
             if other_columns:
-                self.store.put(f"{name}_columns_{self.tags[member.model]}", own[rows][:, other_columns].contiguous())
+                self.store.hold(f"{name}_columns_{self.tags[member.model]}", own[rows][:, other_columns].contiguous())
             if other_rows:
-                self.store.put(f"{name}_rows_{self.tags[member.model]}", own[other_rows].contiguous())
+                self.store.hold(f"{name}_rows_{self.tags[member.model]}", own[other_rows].contiguous())
             if member.bias is not None:
                 bias = self.models[member.model].weights[member.bias]
-                self.store.put(f"{name}_bias_{self.tags[member.model]}", torch.cat([bias[rows], bias[other_rows]]))
+                self.store.hold(f"{name}_bias_{self.tags[member.model]}", torch.cat([bias[rows], bias[other_rows]]))
 
     def name_of(self, group: SharedOperator) -> str:
         """Return the name of a group's shared weights."""
