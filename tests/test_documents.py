@@ -20,7 +20,7 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from tenuto.batching.planning import search
+from tenuto.batching.planning import plan_search
 from tenuto.cli import load_verb, main, verb_names
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.documents import StrictModel, parse_document
@@ -272,7 +272,7 @@ def test_quick_commands_work_in_order(page: str, tmp_path: Path, monkeypatch: py
     """With the page's own workload where it has one, the README's otherwise, and the files that are named. Whether
     commands work takes no long trials; what they print is compared where the guide shows it."""
     text = PAGES[page].read_text(encoding="utf-8")
-    monkeypatch.setattr(search, "CONFIRMING", 1)
+    monkeypatch.setattr(plan_search, "CONFIRMING", 1)
     readme = PAGES["README.md"].read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     write_files_of(text, readme)

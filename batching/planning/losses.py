@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.search import CONFIRMING, LARGE, SearchOptions
+from tenuto.batching.planning.plan_search import CONFIRMING, LARGE, SearchOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.expectation.outlook import alike_key

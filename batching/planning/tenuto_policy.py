@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tenuto.batching.planning.search import Candidate, Search, SearchOptions
+from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, SearchOptions
 from tenuto.batching.planning.token_trials import carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
@@ -30,7 +30,7 @@ class TenutoPolicy(SearchOptions, Policy):
     """Chooses among the plans of other policies by the queueing and batches that are expected of them, and by trials in
     virtual time under the scheduler that will serve them.
 
-    1. Candidates: the plans of other policies (those that can plan from these profiles), every model on every GPU, and
+    1. PlanSource: the plans of other policies (those that can plan from these profiles), every model on every GPU, and
        under the objective `each` every model at home on one GPU.
     2. Each serves the same arrivals in virtual time; its value is the weighted requests per second in time. The one
        that is expected to serve most, by the model from which every plan's expectation is made, is tried first; of
@@ -92,7 +92,7 @@ class TenutoPolicy(SearchOptions, Policy):
         """Return the best plan of the search."""
         if not workload.models:
             return _nothing(cluster, {})
-        search = Search(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
+        search = PlanSearch(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
         best = search.best()
         if best is None:
             why = f"no start can plan: {next(iter(search.candidates.refused.values()), 'there is none')}"
@@ -133,7 +133,7 @@ def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
     )
 
 
-def _expected(best: Candidate, workload: Workload, hosted: set[str], attainment: float) -> Expected:
+def _expected(best: JudgedPlan, workload: Workload, hosted: set[str], attainment: float) -> Expected:
     """Return what a trial served; nothing without one, nor of a model in time whose SLO the trial was too short for."""
     judged = best.judged  # of a rare model a single miss is more than it may lose, and kept
     is_kept = judged.kept(attainment)
@@ -147,7 +147,7 @@ def _expected(best: Candidate, workload: Workload, hosted: set[str], attainment:
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
 
 
-def _notes(search: Search, best: Candidate, scheduler: str) -> Iterator[str]:
+def _notes(search: PlanSearch, best: JudgedPlan, scheduler: str) -> Iterator[str]:
     judged, worst = best.judged, int(best.judged.attainment.argmin())
     by = "in its trial" if judged is not best.foreseen else "by the model of queueing and batches"
     yield f"the plan of {best.start}; plans tried in virtual time under '{scheduler}': {search.count}"

@@ -28,7 +28,7 @@ from placement_scenes import NETWORKS, machine, thesis
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged
-from tenuto.batching.planning.search import Search, SearchOptions
+from tenuto.batching.planning.plan_search import PlanSearch, SearchOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
@@ -111,7 +111,7 @@ def cheapest_kept(scene: Scene, judges: Sequence[Trials], price: float, most: in
     for cost, cluster in small_clusters(scene.cluster, most):
         if cost >= price - 1e-6 or any(not Counter(cluster.counts) - Counter(more.counts) for more in hopeless):
             continue
-        candidates = Search(SearchOptions(), scene.workload, cluster, scene.profiles).candidates
+        candidates = PlanSearch(SearchOptions(), scene.workload, cluster, scene.profiles).candidates
         found = candidates.on(cluster)
         if max((each.foreseen.value for each in found), default=0.0) < 0.9 * candidates.worth.most:
             hopeless.append(cluster)
@@ -147,7 +147,7 @@ def main() -> None:
         if below:
             print(f"seed {seed}: {', '.join(sorted(below))} among {REQUESTS:,} requests; others decide", flush=True)
             below = below_unsaid(drawn, plan, deciding.run(plan))
-        search, starts, failed = Search(SearchOptions(), drawn.workload, drawn.cluster, drawn.profiles), [], []
+        search, starts, failed = PlanSearch(SearchOptions(), drawn.workload, drawn.cluster, drawn.profiles), [], []
         for own in search.candidates.on(drawn.cluster):
             if trials.run(own.plan, attainment=KEPT).keeps(KEPT):
                 stood = price_of(own.plan) >= price - 1e-6 or search.safe(own) is not None

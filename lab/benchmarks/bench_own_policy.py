@@ -22,7 +22,7 @@ from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged
-from tenuto.batching.planning.search import STARTS
+from tenuto.batching.planning.plan_search import STARTS
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import MissingProfileError, TenutoError
 from tenuto.placement import Cluster, Plan, Replica, Workload, load_policy, solve

@@ -24,7 +24,7 @@ CUTTING_S = 10.0
 MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug here
 
 
-class Stage(NamedTuple):
+class ChangeStage(NamedTuple):
     """A plan on the way of a change: which of its gpu-lets can serve, and whether the others start processes, or load
     models into running ones, and GPUs are cut."""
 
@@ -40,9 +40,9 @@ class Stage(NamedTuple):
         return lasts_s + CUTTING_S if self.cuts else lasts_s
 
 
-def stages(running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> list[Stage]:
+def stages(running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> list[ChangeStage]:
     """Return the stages from one plan to another."""
-    way: list[Stage] = []
+    way: list[ChangeStage] = []
     now = running
     for _ in range(MOST_STAGES):
         plan = next_stage(now, target, gpus, rates_rps)
@@ -51,7 +51,7 @@ def stages(running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
         waiting = not_ready(now, plan)
         ready = frozenset(gpulet.id for gpulet in plan.gpulets) - waiting
         starts = bool(waiting - {gpulet.id for gpulet in now.gpulets})
-        way.append(Stage(plan, ready, starts, bool(waiting), bool(made_anew(now, plan))))
+        way.append(ChangeStage(plan, ready, starts, bool(waiting), bool(made_anew(now, plan))))
         now = plan
     return way
 

@@ -72,7 +72,7 @@ def test_the_written_file_is_a_plan_again(tenuto, tmp_path: Path) -> None:  # ty
     assert Plan.load(tmp_path / "plan.yaml") == Plan.from_data(json.loads(ran.out))
     config: dict[str, Any] = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     if "applications" in config:
-        assert len(config["applications"]) == 1 + len(json.loads(ran.out)["gpulets"])
+        assert len(config["applications"]) == 2 + len(json.loads(ran.out)["gpulets"])
 
 
 def test_the_picture_is_written(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tenuto.batching.planning.search import Search, SearchOptions
+from tenuto.batching.planning.plan_search import PlanSearch, SearchOptions
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.placement.planner import PlanTask, plan_on_fewest
@@ -51,7 +51,7 @@ def test_no_small_cluster_that_a_brute_force_finds_is_cheaper(scale: float, t4: 
         ]
         if groups and sum(group.count * (group.price_per_hour or 0.0) for group in groups) < price - 1e-6:
             small = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}]})
-            search = Search(SearchOptions(**QUICK), workload, small, PROFILES)
+            search = PlanSearch(SearchOptions(**QUICK), workload, small, PROFILES)
             most = 0.98 * search.candidates.worth.most
             likely = [each for each in search.candidates.on(small) if each.foreseen.value >= most]
             assert not any(search.safe(each) for each in likely), counts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.batching.planning.losses import LossTrials
-from tenuto.batching.planning.search import LARGE
+from tenuto.batching.planning.plan_search import LARGE
 from tenuto.batching.planning.trial import Trials
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.planning.judging import Judged, Worth
-from tenuto.batching.planning.search import Candidate, Candidates, Search, SearchOptions, order
+from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, PlanSource, SearchOptions, order
 from tenuto.placement import Cluster, ModelSpec, Plan, Replica, Workload
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet
@@ -49,7 +49,7 @@ class WrittenRuns:
         return judged(self._worth, parts, is_ended=run.value < floor or min(parts) < attainment)
 
 
-class DrawnCandidates(Candidates):
+class DrawnCandidates(PlanSource):
     """Drawn plans: what is expected of each, and what its trials serve, have nothing to do with each other."""
 
     def __init__(self, seed: int) -> None:
@@ -59,11 +59,11 @@ class DrawnCandidates(Candidates):
         super().__init__(SearchOptions(), WORKLOAD, self.cluster, Profiles([]), PlanningWatch(), "weighted")
         self.starts = [self._drawn({kind: self._rng.randint(0, 3) for kind in ("v100", "t4")}) for _ in range(5)]
 
-    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
+    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[JudgedPlan]:
         drawn = self.starts if cluster.elastic else [self._drawn(cluster.counts)]
         return sorted(drawn, key=lambda each: order(each, each.foreseen, SearchOptions().aim))
 
-    def _drawn(self, counts: Mapping[str, int]) -> Candidate:
+    def _drawn(self, counts: Mapping[str, int]) -> JudgedPlan:
         kinds = [kind for kind, count in counts.items() for _ in range(count)] or ["t4"]
         name = f"plan {len(self.outcomes)}"
         self.outcomes[name] = tuple(self._rng.choice((0.3, 0.9, 0.97, 0.995, 1.0)) for _ in range(2))
@@ -75,9 +75,9 @@ class DrawnCandidates(Candidates):
             expected=Expected(cost_per_hour=sum(prices[kind] for kind in kinds), gpus_used=len(kinds)),
         )
         parts = tuple(self._rng.choice((0.5, 0.9, 0.97, 0.98, 1.0)) for _ in range(2))
-        return Candidate(name, plan, judged(self.worth, parts))
+        return JudgedPlan(name, plan, judged(self.worth, parts))
 
-    def served(self, each: Candidate) -> Judged:
+    def served(self, each: JudgedPlan) -> Judged:
         return judged(self.worth, self.outcomes[each.start])
 
 
@@ -88,7 +88,7 @@ def test_no_start_that_stood_as_much_is_cheaper_whatever_was_expected(seed: int)
     def runs(models: tuple[ModelSpec, ...], **given: Any) -> Any:
         return WrittenRuns(drawn.outcomes, Worth(models, given["objective"]))
 
-    search = Search(SearchOptions(), WORKLOAD, drawn.cluster, Profiles([]), trials=runs)
+    search = PlanSearch(SearchOptions(), WORKLOAD, drawn.cluster, Profiles([]), trials=runs)
     search.candidates = drawn
     best = search.best()
     assert best is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 import ssl
@@ -40,6 +41,8 @@ REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 def test_places_follow_the_limit_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", lambda _path: ["descriptor"] * 40)  # a server's, not the tests' process's
+
     def places(limit: int, most: int = 1000, held: int = 0) -> int:
         monkeypatch.setattr(resource, "getrlimit", lambda _name: (limit, limit))
         return most_connections(most, held)

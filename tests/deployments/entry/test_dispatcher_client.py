@@ -486,7 +486,7 @@ def test_a_plan_is_cut_along_its_partition() -> None:
 
 def test_the_serve_config_has_a_dispatcher_per_sub_cluster_only_when_there_are_several_processes() -> None:
     names = [each.name for each in Deployment(plan=PLAN).config().applications]
-    assert names == ["tenuto", "gpulet-a", "gpulet-b"]
+    assert names == ["tenuto", "gpulet-a", "gpulet-b", "tenuto-control"]
     config = Deployment(plan=PLAN, gateways=3, partition={"m": 0, "n": 0, "o": 1}).config()
     assert [each.name for each in config.applications] == [
         "tenuto",
@@ -494,6 +494,7 @@ def test_the_serve_config_has_a_dispatcher_per_sub_cluster_only_when_there_are_s
         "dispatcher-1",
         "gpulet-a",
         "gpulet-b",
+        "tenuto-control",
     ]
     assert config.entry.processes == 3
     assert (config.dispatchers[0].processes, config.dispatchers[0].most_per_node) == (2, None)

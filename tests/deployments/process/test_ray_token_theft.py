@@ -21,7 +21,7 @@ from tenuto.deployments.process.ray_address import KnownDeployment, announce, ma
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError
-from tests.deployments.serve.test_listening import make_plan
+from tests.instruments.plans import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray Serve imports
 
@@ -107,7 +107,9 @@ def test_no_command_shows_the_token_to_an_address_that_others_could_write(
 ) -> None:
     found, address = thief
     plan = tmp_path / "plan.yaml"
-    plan.write_text(dump_yaml(Deployment(plan=make_plan(), executor="emulated").config().to_data()))
+    plan.write_text(
+        dump_yaml(Deployment(plan=make_plan({"n0/0/a": (100.0, ["m"])}), executor="emulated").config().to_data())
+    )
     arguments = [str(plan) if each == "PLAN" else each for each in ARGUMENTS.get(" ".join(command), [])]
     with pytest.raises(SystemExit):
         main([*command, *arguments])

@@ -74,7 +74,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class JudgedPlan:
     """A completed plan, what made it, and what it serves: as expected, and where it was tried by its trial and by the
     longer ones that confirm it."""
 
@@ -102,7 +102,7 @@ class Candidate:
         return self.confirmed or self.trial or self.foreseen
 
 
-def order(each: Candidate, judged: Judged, attainment: float | None, *, by_price: bool = False) -> tuple[float, ...]:
+def order(each: JudgedPlan, judged: Judged, attainment: float | None, *, by_price: bool = False) -> tuple[float, ...]:
     """Return the place of a candidate among others, the best first.
 
     First come those that keep every model's attainment: by price; or on GPUs that are given by headroom, that is by how
@@ -122,7 +122,7 @@ def order(each: Candidate, judged: Judged, attainment: float | None, *, by_price
     return 0.0, *((each.price,) if by_price else headroom)
 
 
-class Candidates:
+class PlanSource:
     """Makes the candidates for one workload. `refused` says why policies cannot plan."""
 
     def __init__(
@@ -142,14 +142,14 @@ class Candidates:
         self.is_large = max(len(workload.models), len(cluster.gpus)) > LARGE
         self.refused: dict[str, str] = {}
 
-    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
+    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[JudgedPlan]:
         """Return completed plans for a cluster in the order of what is expected of them.
 
         Args:
             cluster: to plan on.
             is_one_enough: end with the first plan that is expected to keep every model's attainment.
         """
-        made: dict[tuple[float, int], Candidate] = {}
+        made: dict[tuple[float, int], JudgedPlan] = {}
         for name, policy in self._policies(cluster):
             if made and self._watch.is_stopped():
                 break
@@ -161,7 +161,7 @@ class Candidates:
                     break
         return sorted(made.values(), key=lambda each: order(each, each.foreseen, self._options.aim))
 
-    def on_cut_gpus(self) -> Iterator[Candidate]:
+    def on_cut_gpus(self) -> Iterator[JudgedPlan]:
         """Yield plans on GPUs cut into MIG instances, on an elastic cluster those on the fewest GPUs first, and the
         plan of `parvagpu` behind those that take as many; none where no GPU may be cut, or nothing was measured in an
         instance."""
@@ -179,14 +179,14 @@ class Candidates:
         if published is not None:
             yield published
 
-    def _planned(self, name: str, policy: Policy, cluster: Cluster) -> Candidate | None:
+    def _planned(self, name: str, policy: Policy, cluster: Cluster) -> JudgedPlan | None:
         """Return the plan of a policy; None where it cannot plan, or nothing runs by its plan."""
         try:
             plan = solve(policy, self._workload, cluster, self._profiles)
         except TenutoError as error:
             self.refused[name] = first_line(error)
             return None
-        return Candidate(name, plan, foreseen(plan, self.worth)) if plan.gpulets else None
+        return JudgedPlan(name, plan, foreseen(plan, self.worth)) if plan.gpulets else None
 
     def _policies(self, cluster: Cluster) -> Iterator[tuple[str, Policy]]:
         """Yield the policies that make candidates, by name; for a cluster to be bought only those that plan at once."""
@@ -207,7 +207,7 @@ class Candidates:
             yield Everywhere.name, Everywhere()
 
 
-class Search:
+class PlanSearch:
     """The search for one workload. `count` says how many plans were tried."""
 
     def __init__(
@@ -224,7 +224,7 @@ class Search:
         compared, if not the workload's, by which they are served."""
         self._options, self._cluster, self._watch = options, cluster, watch or PlanningWatch()
         objective = compares_by or workload.objective
-        self.candidates = Candidates(options, workload, cluster, profiles, self._watch, objective)
+        self.candidates = PlanSource(options, workload, cluster, profiles, self._watch, objective)
         self._is_large = self.candidates.is_large
         self._make_trials = partial(
             trials,
@@ -237,7 +237,7 @@ class Search:
         self._longer: list[Trials] = []
         self.count = 0
 
-    def best(self) -> Candidate | None:
+    def best(self) -> JudgedPlan | None:
         """Return the best plan of all candidates; None where there is none.
 
         GPUs that may be cut are cut; where that leaves a model out, or other GPUs are there too, the plan on GPUs as
@@ -252,10 +252,10 @@ class Search:
 
     def _first_enough(
         self,
-        candidates: Iterable[Candidate],
-        judge: Callable[[Candidate, Candidate | None], Candidate | None],
-        place: Callable[[Candidate], tuple[float, ...]],
-    ) -> Candidate | None:
+        candidates: Iterable[JudgedPlan],
+        judge: Callable[[JudgedPlan, JudgedPlan | None], JudgedPlan | None],
+        place: Callable[[JudgedPlan], tuple[float, ...]],
+    ) -> JudgedPlan | None:
         """Return the first candidate that is enough once it is judged; where none is, the one that comes first in an
         order.
 
@@ -265,7 +265,7 @@ class Search:
                 best so far.
             place: the place of a judged candidate in the order.
         """
-        best: Candidate | None = None
+        best: JudgedPlan | None = None
         for candidate in candidates:
             if best is not None and self._watch.is_stopped():
                 break
@@ -276,7 +276,7 @@ class Search:
                 best = judged
         return best
 
-    def _is_enough(self, each: Candidate) -> bool:
+    def _is_enough(self, each: JudgedPlan) -> bool:
         """Whether confirming trials, or of many models what is expected, say that every model keeps its attainment."""
         least = self._options.attainment
         if self._is_large:
@@ -285,7 +285,7 @@ class Search:
 
     # Three searches by that loop -------------------------------------------------------------------------------------
 
-    def _on_given_gpus(self, starts: Sequence[Candidate] | None = None) -> Candidate | None:
+    def _on_given_gpus(self, starts: Sequence[JudgedPlan] | None = None) -> JudgedPlan | None:
         """Return the candidate that serves most on a fixed cluster, of several the cheapest.
 
         The first that serves everything in its trial, and in longer ones too, is taken. Where none does, the one that
@@ -296,31 +296,31 @@ class Search:
         if not starts or self._is_large or self._watch.is_stopped():
             return starts[0] if starts else None
 
-        def judge(each: Candidate, best: Candidate | None) -> Candidate | None:
+        def judge(each: JudgedPlan, best: JudgedPlan | None) -> JudgedPlan | None:
             tried = self._tried(each, floor=0.0 if best is None or best.trial is None else best.trial.value)
             return self._confirmed(tried) if tried is not None and tried.judged.keeps(self._options.aim) else tried
 
-        def place(each: Candidate) -> tuple[float, ...]:
+        def place(each: JudgedPlan) -> tuple[float, ...]:
             return *order(each, each.trial or each.foreseen, None), each.price
 
         best = self._first_enough(starts, judge, place) or starts[0]
         return best if self._watch.is_stopped() else self._confirmed(best)
 
-    def _on_cut_gpus(self) -> Candidate | None:
+    def _on_cut_gpus(self) -> JudgedPlan | None:
         """Return the plan on GPUs cut into MIG instances that is expected to keep every model's attainment, on an
         elastic cluster on the fewest GPUs on which one stands its trial, or else to serve most."""
         least = self._options.attainment
 
-        def judge(each: Candidate, _best: Candidate | None) -> Candidate:
+        def judge(each: JudgedPlan, _best: JudgedPlan | None) -> JudgedPlan:
             return (self.safe(each) if each.foreseen.keeps(least) else None) or each
 
-        def place(each: Candidate) -> tuple[float, ...]:
+        def place(each: JudgedPlan) -> tuple[float, ...]:
             return order(each, each.foreseen, least)
 
         best = self._first_enough(self.candidates.on_cut_gpus(), judge, place)
         return None if best is None else self._confirmed(best)
 
-    def _cheapest(self) -> Candidate | None:
+    def _cheapest(self) -> JudgedPlan | None:
         """Return the cheapest plan found that stands its trial, or else the start that serves most, with what it
         served.
 
@@ -355,11 +355,11 @@ class Search:
                 step //= 2 if most > price - FREE else 1
         return best
 
-    def _first_safe(self, candidates: Iterable[Candidate]) -> Candidate | None:
+    def _first_safe(self, candidates: Iterable[JudgedPlan]) -> JudgedPlan | None:
         """Return the first candidate that stands its trial."""
         return self._first_enough(candidates, lambda each, _best: self.safe(each), lambda _: ())
 
-    def _with_more_gpus(self, purchase: _Purchase, start: Candidate) -> Iterator[Candidate]:
+    def _with_more_gpus(self, purchase: _Purchase, start: JudgedPlan) -> Iterator[JudgedPlan]:
         """Yield plans with one GPU of any type more, and with more again of the type that serves most for its price, or
         leaves most headroom, as long as they are not too many."""
         present, most = start, 2 * sum(start.bought.values()) + MOST_MORE
@@ -375,20 +375,20 @@ class Search:
             if sum(present.bought.values()) <= sum(before.bought.values()):
                 return
 
-    def _on_counts(self, purchase: _Purchase, counts: Mapping[str, int]) -> list[Candidate]:
+    def _on_counts(self, purchase: _Purchase, counts: Mapping[str, int]) -> list[JudgedPlan]:
         """Return the candidates on so many GPUs of each type; of many models the first that is enough."""
         return self.candidates.on(purchase.cluster(counts), is_one_enough=self._is_large)
 
     # The judge -------------------------------------------------------------------------------------------------------
 
-    def _tried(self, each: Candidate, *, floor: float) -> Candidate | None:
+    def _tried(self, each: JudgedPlan, *, floor: float) -> JudgedPlan | None:
         """Return a candidate with its trial; None where that ended early, because it cannot reach the value `floor` any
         more."""
         self._count_trial(each)
         trial = self._trials.run(each.plan, floor=floor)
         return None if trial.value < 0.0 else replace(each, trial=trial)
 
-    def safe(self, each: Candidate) -> Candidate | None:
+    def safe(self, each: JudgedPlan) -> JudgedPlan | None:
         """Return a candidate with its confirming trials if every model surely keeps its attainment, or else None. Of
         many models what is expected is believed."""
         if not self._is_large:
@@ -397,7 +397,7 @@ class Search:
             each = self._confirmed(each, attainment=2.0 * self._options.attainment - self._options.aim)
         return each if self._is_enough(each) else None
 
-    def _confirmed(self, each: Candidate, *, attainment: float = 0.0) -> Candidate:
+    def _confirmed(self, each: JudgedPlan, *, attainment: float = 0.0) -> JudgedPlan:
         """Return a candidate with longer trials of other arrivals, one after the other until it is clear whether every
         model keeps its attainment; of many models without one. A trial ends early where a model cannot keep
         `attainment`."""
@@ -415,7 +415,7 @@ class Search:
             judged = run if judged is None else judged.and_then(run)
         return replace(each, confirmed=judged)
 
-    def _count_trial(self, each: Candidate) -> None:
+    def _count_trial(self, each: JudgedPlan) -> None:
         self.count += 1
         self._watch.say(f"trial {self.count} in virtual time: the plan of {each.start}")
 
