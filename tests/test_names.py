@@ -91,25 +91,19 @@ def test_ordinary_words_are_in_order_and_once() -> None:
     assert listed == sorted(set(listed))
 
 
+def check_counts(names: list[tuple[str, str]], counted: dict[str, int], cure: str) -> None:
+    """Check that each word counted occurs as often as written, of names as (word, where it is)."""
+    counts = Counter(word for word, _ in names if word in counted)
+    above = {word: [place for each, place in names if each == word] for word in counts if counts[word] > counted[word]}
+    assert not above, f"{cure}: {above}"
+    assert {word: counts[word] for word in counted} == counted, "fewer are left: lower the numbers"
+
+
 def test_no_further_name_has_a_word_that_says_nothing() -> None:
     names = [(word, f"{name} ({place})") for _, name, place in named() for word in words_of(name)]
-    counts = Counter(word for word, _ in names if word in EMPTY_WORDS)
-    above = {
-        word: [name for each, name in names if each == word]
-        for word, count in counts.items()
-        if count > EMPTY_WORDS[word]
-    }
-    assert not above, f"Name what the thing holds or does, in words of the field: {above}"
-    assert {word: counts[word] for word in EMPTY_WORDS} == EMPTY_WORDS, "fewer are left: lower the numbers"
+    check_counts(names, EMPTY_WORDS, "Name what the thing holds or does, in words of the field")
 
 
 def test_no_further_function_is_a_verb_without_its_object() -> None:
     names = [(name.strip("_"), f"{name} ({place})") for kind, name, place in named() if kind == "function"]
-    counts = Counter(name for name, _ in names if name in LONE_VERBS)
-    above = {
-        verb: [name for each, name in names if each == verb]
-        for verb, count in counts.items()
-        if count > LONE_VERBS[verb]
-    }
-    assert not above, f"Say what it is done to (`claim_lease`, not `take`): {above}"
-    assert {verb: counts[verb] for verb in LONE_VERBS} == LONE_VERBS, "fewer are left: lower the numbers"
+    check_counts(names, LONE_VERBS, "Say what it is done to (`claim_lease`, not `take`)")
