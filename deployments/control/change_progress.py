@@ -101,14 +101,14 @@ class ChangeProgress:
         end = _end_of(number, state, lines)
         return end is not None and bool(end.reached)
 
-    def await_edit(self, since_s: float) -> tuple[ControllerState, list[LogLine]]:
-        """Return the state, and the log since a time, once a changed workload is carried out or will not be.
+    def await_edit(self, number: int) -> tuple[ControllerState, list[LogLine]]:
+        """Return the state, and the log since the edits with this number, once they are carried out or will not be.
 
         Raises:
             EnvironmentFaultError: the controller is silent.
         """
         return self._follow(
-            lambda line: line.at_s >= since_s, lambda state, _lines: not state.awaits and state.is_settled
+            lambda line: line.number >= number, lambda state, _lines: not state.awaits and state.is_settled
         )
 
     def _follow(

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tenuto.deployments.control.controller_process import ControllerReplica
 from tenuto.deployments.control.interface import AdvisedPlan
-from tenuto.deployments.control.version_edits import Edits
+from tenuto.deployments.control.version_edits import Edited
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import CONTROL_APPLICATION
 from tenuto.deployments.serve.deployment import Deployment
@@ -49,23 +49,23 @@ class ControllerClient:
         """Return the entries of the workload."""
         return self._call(ControllerReplica.models)
 
-    def set_model(self, entry: Mapping[str, Any], *, add: bool) -> Edits:
+    def set_model(self, entry: Mapping[str, Any], *, add: bool) -> Edited:
         """Add a model to the workload, or replace its entry."""
         return self._call(ControllerReplica.set_model, entry, add=add)
 
-    def remove_model(self, name: str) -> Edits:
+    def remove_model(self, name: str) -> Edited:
         """Take a model out of the workload."""
         return self._call(ControllerReplica.remove_model, name)
 
-    def set_version(self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]) -> Edits:
+    def set_version(self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]) -> Edited:
         """Add a version of a model, or change its share of the requests."""
         return self._call(ControllerReplica.set_version, model, version, terms, entry)
 
-    def promote(self, model: str, version: str) -> Edits:
+    def promote(self, model: str, version: str) -> Edited:
         """Let a version take the rest of the requests."""
         return self._call(ControllerReplica.promote, model, version)
 
-    def take_back(self, model: str, version: str) -> Edits:
+    def take_back(self, model: str, version: str) -> Edited:
         """Send a version no more requests and end it."""
         return self._call(ControllerReplica.take_back, model, version)
 

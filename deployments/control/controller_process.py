@@ -24,7 +24,7 @@ from tenuto.deployments.control.live import Live, LiveSystem, OvertakenError, Pl
 from tenuto.deployments.control.planner import NoPlanner, PlannerProcess
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment, Memory
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.version_edits import Edits, checked, promoted, to_take_back, with_version
+from tenuto.deployments.control.version_edits import Edited, Edits, checked, promoted, to_take_back, with_version
 from tenuto.deployments.machines.node_layouts import NodeLayouts
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
@@ -182,9 +182,9 @@ class ControllerReplica:
         wanted = parse_document(Deployment, dict(deployment), origin="deployment")
         return await self._do(lambda live: live.deploy(time.time(), wanted, by, why))
 
-    # Each of the following returns the entries that it changes, by name; None: it is removed.
+    # Each of the following returns the entries that it changes, by name (None: it is removed), and their number.
 
-    async def set_model(self, entry: Mapping[str, Any], *, add: bool) -> Edits:
+    async def set_model(self, entry: Mapping[str, Any], *, add: bool) -> Edited:
         """Add a model to the workload, or replace its entry.
 
         Raises:
@@ -204,26 +204,26 @@ class ControllerReplica:
 
         return await self._edit(entries)
 
-    async def remove_model(self, name: str) -> Edits:
+    async def remove_model(self, name: str) -> Edited:
         """Take a model out of the workload; raise `InvalidInputError` when it is not in it, or is the last one."""
 
-        def change(live: Live) -> Edits:
-            _check_plans(live.controller)
-            models = {model.name for model in live.controller.workload.models}
+        def change(controller: Controller) -> Edits:
+            _check_plans(controller)
+            models = {model.name for model in controller.workload.models}
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
                 raise refused("model", name, rule, "See `tenuto status`; `tenuto delete` ends all.")
-            versions = by_model(live.controller.workload.models).get(split_name(name)[0], ())
+            versions = by_model(controller.workload.models).get(split_name(name)[0], ())
             if len(versions) > 1:
-                to_take_back(live.controller.workload, *split_name(name))
-                live.controller.withdraw(name, f"{name} is removed")
+                to_take_back(controller.workload, *split_name(name))
+                controller.withdraw(name, f"{name} is removed")
             else:
-                live.controller.edit({name: None})
+                controller.edit({name: None})
             return {name: None}
 
-        return await self._do(change)
+        return await self._do(lambda live: live.edit(change))
 
-    async def set_version(self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]) -> Edits:
+    async def set_version(self, model: str, version: str, terms: Mapping[str, Any], entry: Mapping[str, Any]) -> Edited:
         """Add a version of a model, or change its share of the requests.
 
         Raises:
@@ -239,36 +239,36 @@ class ControllerReplica:
 
         return await self._edit(entries)
 
-    async def promote(self, model: str, version: str) -> Edits:
+    async def promote(self, model: str, version: str) -> Edited:
         """Let a version take the rest of the requests in place of the present one; raise `InvalidInputError` when it
         cannot."""
         return await self._edit(lambda control: promoted(control.workload, model, version))
 
-    async def take_back(self, model: str, version: str) -> Edits:
+    async def take_back(self, model: str, version: str) -> Edited:
         """Send a version no more requests and end it; raise `InvalidInputError` when it must stay."""
 
-        def change(live: Live) -> Edits:
-            name = to_take_back(live.controller.workload, model, version)
-            live.controller.withdraw(name, f"{name} is taken back by an operator")
+        def change(controller: Controller) -> Edits:
+            name = to_take_back(controller.workload, model, version)
+            controller.withdraw(name, f"{name} is taken back by an operator")
             return {name: None}
 
-        return await self._do(change)
+        return await self._do(lambda live: live.edit(change))
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the entries of the workload."""
         workload = await self._do(lambda live: live.controller.workload)
         return [spec.model_dump(mode="json", exclude_defaults=True) for spec in workload.models]
 
-    async def _edit(self, make: Callable[[Controller], Edits]) -> Edits:
-        """Change entries of the workload; return them."""
+    async def _edit(self, make: Callable[[Controller], Edits]) -> Edited:
+        """Change entries of the workload; return them and their number."""
 
-        def change(live: Live) -> Edits:
-            _check_plans(live.controller)
-            edits = make(live.controller)
-            live.controller.edit(edits)
+        def change(controller: Controller) -> Edits:
+            _check_plans(controller)
+            edits = make(controller)
+            controller.edit(edits)
             return edits
 
-        return await self._do(change)
+        return await self._do(lambda live: live.edit(change))
 
     async def _do(self, what: Callable[[Live], T]) -> T:
         future: Future[T] = Future()
@@ -411,7 +411,7 @@ def begun_from(
         return None if running is None or memory is None else (running, memory)
     if version is not None and version.number > desired.after:
         deployment = version.deployment  # it has been reached
-    elif memory is not None and memory.number == desired.number:
+    elif memory is not None and memory.number >= desired.number:
         deployment = desired.deployment  # the change to it is under way
     elif desired.is_first or version is None:
         deployment = nothing_of(desired.deployment)

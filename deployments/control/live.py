@@ -19,6 +19,7 @@ from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, Decision, MakePlan, ModelSeen, Observation, WantGpus
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
+from tenuto.deployments.control.version_edits import Edited, Edits
 from tenuto.deployments.serve.config import (
     DISPATCHER_PREFIX,
     ENTRY_APPLICATION,
@@ -501,7 +502,7 @@ class Live:
             by: who makes the changes, for the history.
             memory: stores the controller's memory; None: nobody does. When a deployment is desired there with another
                 number, the first look begins to go over to it.
-            number: of the desired deployment that the controller follows.
+            number: of the desired deployment, or of the edits, that were taken up last.
             want_gpus: asks the cluster for GPUs by type.
             tell: receives every entry of the log.
         """
@@ -514,21 +515,19 @@ class Live:
         self._want_gpus = want_gpus
         self._tell = tell
         self._written_s, self._written = 0.0, controller.workload  # the last memory: when, and its workload
-        self._number = number
+        self._number = self._change_number = number  # newest; of the change under way, of which log and state speak
         desired = None if memory is None else memory.desired()
         self._desired = desired if desired is not None and desired.number > number else None  # not begun yet
         self._has_looked = False
-        change = controller.change
-        is_its_change = desired is not None and change is not None and change.why == desired.why
-        self._next_by = (
-            desired.by if desired is not None and is_its_change else None
-        )  # who asked for the change under way
+        self._next_by: str | None = None  # who asked for the change under way
+        if desired is not None and controller.change is not None and controller.change.why == desired.why:
+            self._next_by, self._change_number = desired.by, min(desired.number, number)
 
     def state(self) -> ControllerState:
         """Return the controller's state, and what its change waits for."""
         system = self.system
         return structs.replace(
-            self.controller.state(), cutting=system.cutting, is_settled=system.is_settled, number=self._number
+            self.controller.state(), cutting=system.cutting, is_settled=system.is_settled, number=self._change_number
         )
 
     @property
@@ -566,12 +565,21 @@ class Live:
             self._go_over(now_s)
         return number
 
+    def edit(self, make: Callable[[Controller], Edits]) -> Edited:
+        """Have `make` change entries of the workload; return them, and the number of the desired deployment with them.
+        A change under way goes on first. Raises what `make` raises."""
+        entries, number = make(self.controller), self._number + 1
+        if self._desired is None:  # else it goes over to that first, which has this number
+            self._number = number
+        return number, entries
+
     def _go_over(self, now_s: float) -> None:
         """Begin to change to the desired deployment, if it is a new one."""
         desired, self._desired = self._desired, None
         if desired is None:
             return
-        self._number, self._next_by = desired.number, desired.by
+        self._number = self._change_number = desired.number
+        self._next_by = desired.by
         plan = renamed(desired.deployment.plan, self.controller.plan)
         self.system.settle(desired.deployment, plan, now_s)
         self.controller.deploy(now_s, plan, desired.why, self.system.gpus(), desired.deployment.workload)
@@ -582,6 +590,8 @@ class Live:
         decisions = self.controller.drain()
         for decision in decisions:
             self._do(decision, now_s)
+        if self.controller.change is None:
+            self._change_number = self._number
         workload = self.controller.workload
         # Pace: rates and lengths that were learned are stored every 10 s.
         if self._memory is not None and (decisions or workload is not self._written or now_s - self._written_s > 10.0):
@@ -590,7 +600,7 @@ class Live:
 
     def _do(self, decision: Decision, now_s: float) -> None:
         if isinstance(decision, LogLine):
-            decision = structs.replace(decision, number=self._number)
+            decision = structs.replace(decision, number=self._change_number)
             logger.info("control: %s: %s", decision.kind, decision.text)
             if self._memory is not None:
                 self._memory.add(decision)

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
 from tenuto.deployments.control.change_progress import ChangeProgress
@@ -18,7 +19,7 @@ from tenuto.deployments.control.controller_client import ControllerClient
 from tenuto.deployments.control.controller_process import keep_ground, read_ground
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.settings import check_policy
-from tenuto.deployments.control.version_edits import Edits
+from tenuto.deployments.control.version_edits import Edited
 from tenuto.deployments.machines.node_layouts import check_layouts
 from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
@@ -42,7 +43,6 @@ _GONE_S = 60.0  # limit: for applications to end
 _EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
 _STARTS_S = 120.0  # limit: for a controller that joins a deployment which has none
 _AWAITED_S = 300.0  # limit: for the change of another command or of the controller
-_LOGS = "`tenuto logs` shows what it says."
 _GOES_ON = "the controller goes on with the change; `tenuto control log` says how it ends"
 _LAUNCHER = "serve/launcher"  # the process that the deployment ends with
 
@@ -130,13 +130,13 @@ class Operations:
             EnvironmentFaultError: a gpu-let does not end.
         """
         every = {gpu.id: gpu for gpu in (*self.ground()[1], *gpus_of(before))}.values()
-        there = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
-        held = {application_name(g.id) for g in before.gpulets if there & {application_name(gpu) for gpu in g.gpus}}
-        _await_end(
-            lambda: [name for name in self.states() if name in held or name.rpartition("-")[0] in there],
-            _EMPTIED_S,
-            self._sleep,
-        )
+        on = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
+        planned = {application_name(g.id) for g in before.gpulets if on & {application_name(gpu) for gpu in g.gpus}}
+
+        def left() -> list[str]:
+            return [name for name in self.states() if name in planned or name.rpartition("-")[0] in on]
+
+        _await_none(left, "end", _EMPTIED_S, self._sleep)
         used = {gpu.label or gpu.address or "" for gpu in every if not is_at(gpu, places)}
         whole = {gpu.label or gpu.address or "" for gpu in every if is_at(gpu, places)} - used
         return self._applications.others_at(whole)
@@ -223,12 +223,10 @@ class Operations:
             self.delete()
         check_cluster()
         try:
-            begin(self._launcher, wanted, why, by, ground, progress=self._progress, sleep=self._sleep)
+            with self._going_on():
+                begin(self._launcher, wanted, why, by, ground, progress=self._progress, sleep=self._sleep)
         except TenutoError:
             self.delete()
-            raise
-        except KeyboardInterrupt:
-            self._progress(_GOES_ON)
             raise
         return True
 
@@ -239,19 +237,23 @@ class Operations:
         if wanted.executor != "emulated":
             check_layouts(wanted.plan)
         controller = self.controller()
-        try:
-            reached = self._progress_of(controller).await_change(controller.deploy(wanted, by, why))
-        except KeyboardInterrupt:
-            self._progress(_GOES_ON)
-            raise
+        with self._going_on():
+            number = controller.deploy(wanted, by, why)
+            reached = ChangeProgress(controller, self._progress, self._sleep).await_change(number)
         if reached:
             announce(KnownDeployment(cluster_address(), wanted.name, wanted.url, wanted.operator_url))
         return reached
 
-    def _progress_of(self, controller: ControllerClient) -> ChangeProgress:
-        return ChangeProgress(controller, self._progress, self._sleep)
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Say that the change goes on when the user interrupts the block."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._progress(_GOES_ON)
+            raise
 
-    def edit(self, make: Callable[[ControllerClient], Edits], *, waits: bool = True) -> str:
+    def edit(self, make: Callable[[ControllerClient], Edited], *, waits: bool = True) -> str:
         """Have the controller change entries of the workload. Return once that is carried out, or will not be; then
         return why not, in words.
 
@@ -263,15 +265,12 @@ class Operations:
             InvalidInputError: they cannot be changed so.
             EnvironmentFaultError: no controller runs, or it does not answer.
         """
-        since_s, controller = time.time(), self.controller()
-        edits = make(controller)
+        controller = self.controller()
+        number, edits = make(controller)
         if not waits:
             return ""
-        try:
-            state, lines = self._progress_of(controller).await_edit(since_s)
-        except KeyboardInterrupt:
-            self._progress(_GOES_ON)
-            raise
+        with self._going_on():
+            state, lines = ChangeProgress(controller, self._progress, self._sleep).await_edit(number)
         plan = self.running().plan
         undone = lacking((spec for spec in plan.models if spec.name not in plan.unserved), edits)
         if not undone:
@@ -327,11 +326,11 @@ class Operations:
         if CONTROL_APPLICATION not in self.states():
             self._applications.start_controller(self.running().config())
             self._progress("starting a controller, which takes over what runs")
-            until_s = time.monotonic() + _STARTS_S
-            while not self.states()[CONTROL_APPLICATION].is_running:
-                if time.monotonic() > until_s:
-                    raise EnvironmentFaultError(f"the controller has not started within {_STARTS_S:g} s. {_LOGS}")
-                self._sleep(0.2)
+
+            def starting() -> list[str]:
+                return [] if self.states()[CONTROL_APPLICATION].is_running else ["the controller"]
+
+            _await_none(starting, "start", _STARTS_S, self._sleep)
         return ControllerClient()
 
 
@@ -442,12 +441,12 @@ def is_orphaned(store: Store) -> bool:
     return bool(signed["machine"] == machine_id() and signed["started"] != str(Processes().started_at(signed["pid"])))
 
 
-def _await_end(left: Callable[[], list[str]], limit_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until no application is left; raise `EnvironmentFaultError` when one is after the limit."""
+def _await_none(left: Callable[[], list[str]], verb: str, limit_s: float, sleep: Callable[[float], None]) -> None:
+    """Wait until no application is left that should `verb`; raise `EnvironmentFaultError` after the limit."""
     until_s = time.monotonic() + limit_s
     while names := left():
         if time.monotonic() > until_s:
-            raise EnvironmentFaultError(f"{', '.join(names)} did not end within {limit_s:g} s. See `ray status`.")
+            raise EnvironmentFaultError(f"{', '.join(names)} did not {verb} within {limit_s:g} s. See `tenuto logs`.")
         sleep(0.2)
 
 
@@ -459,7 +458,7 @@ def _remove(applications: Applications, store: Store) -> list[str]:
 
         try:
             applications.delete(ours)
-            _await_end(lambda: [name for name in applications.states() if name in ours], _GONE_S)
+            _await_none(lambda: [name for name in applications.states() if name in ours], "end", _GONE_S, time.sleep)
         except ActorDiedError:  # `tenuto serve` saw its deployment removed, and ended its own Ray
             return ours
     _forget_life(store)

@@ -43,7 +43,7 @@ class ChangeUnderWay:
 @dataclass(frozen=True)
 class Memory:
     """What survives the controller. `plan` was applied last, `workload` is declared, `edits` are entries that `tenuto
-    model` set or removed (None) since the last plan file. `number`: of the desired deployment that it followed."""
+    model` set or removed (None) since the last plan file. `number`: of the desired deployment, or edits, begun last."""
 
     plan: Plan
     workload: Workload

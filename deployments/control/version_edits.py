@@ -12,6 +12,7 @@ from tenuto.placement.versions import by_model, inherited, shared_out, taking_th
 from tenuto.placement.workload import ModelSpec
 
 Edits = dict[str, ModelSpec | None]
+Edited = tuple[int, Edits]  # edits, and the number of the desired deployment that they make
 
 
 def with_version(

@@ -18,7 +18,7 @@ from tenuto.files import parse_yaml
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.controller_client import ControllerClient
-    from tenuto.deployments.control.version_edits import Edits
+    from tenuto.deployments.control.version_edits import Edited
 
 no_wait_option = click.option(
     "--no-wait", is_flag=True, help="Return at once; `tenuto control log` says when it is carried out."
@@ -43,7 +43,7 @@ def _entry(text: str) -> dict[str, Any]:
     return entry
 
 
-def _edited(address: str | None, make: Callable[[ControllerClient], Edits], done: str, *, no_wait: bool) -> int:
+def _edited(address: str | None, make: Callable[[ControllerClient], Edited], done: str, *, no_wait: bool) -> int:
     """Have the workload changed, say how that ended, and return the exit code."""
     with operations(address) as running:
         undone = running.edit(make, waits=not no_wait)

@@ -145,11 +145,12 @@ async def test_versions_come_are_promoted_and_go(served: Served) -> None:
 
     with pytest.raises(InvalidInputError, match="Say what it has of its own"):
         await control.set_version("a", "2", {"share_pct": 5.0}, {})
-    entry = (await control.set_version("a", "2", {"share_pct": 5.0}, {"weights_path": "/two"}))["a:2"]
+    number, edits = await control.set_version("a", "2", {"share_pct": 5.0}, {"weights_path": "/two"})
+    entry = edits["a:2"]
     assert entry is not None
     assert entry.share_pct == 5.0
     assert await shares() == {"a": None, "b": None, "a:2": 5.0}
-    await control.set_version("a", "2", {"share_pct": 20.0}, {})
+    assert (await control.set_version("a", "2", {"share_pct": 20.0}, {}))[0] == number + 1
     with pytest.raises(InvalidInputError, match="Promote another one first"):
         await control.remove_model("a")
     with pytest.raises(InvalidInputError, match="take the rest, not one"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tenuto.deployments.control.change_progress import ChangeProgress
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.controller_process import begun_from
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
+from tenuto.deployments.control.version_edits import Edits
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
@@ -120,6 +122,31 @@ def test_the_deployment_that_was_wanted_last_counts_and_the_first_command_is_tol
         progress.await_change(first)
     assert progress.await_change(second)
     assert cluster.versions()[-1] == ("deploy", 30.0)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_edits_have_the_next_number_and_a_change_under_way_keeps_its_own(is_killed: bool) -> None:
+    cluster = Cluster()
+    cluster.pass_time(1.0)
+    first = cluster.controller.live.deploy(cluster.serve.clock(), SECOND, "deploy", "one")
+    cluster.pass_time(1.0)
+    edits = {"a": SECOND.plan.models[0].model_copy(update={"slo_ms": 70.0})}
+
+    def make(controller: Controller) -> Edits:
+        controller.edit(edits)
+        return edits
+
+    assert cluster.controller.live.edit(make) == (first + 1, edits)
+    cluster.controller.live.carry_out(cluster.serve.clock())
+    if is_killed:
+        cluster.start_controller()
+    progress = ChangeProgress(cluster.controller, lambda _text: None, cluster.serve.sleep, cluster.serve.clock)
+    assert progress.await_change(first)
+    state, lines = progress.await_edit(first + 1)
+    assert (state.number, lines) == (first + 1, [])
+    assert cluster.versions()[-1] == ("deploy", 40.0)
+    assert cluster.controller.live.controller.workload["a"].slo_ms == 70.0
+    assert cluster.controller.live.deploy(cluster.serve.clock(), THIRD, "deploy", "two") == first + 2
 
 
 def test_a_first_start_that_fails_says_so_keeps_no_version_and_can_be_followed_by_another() -> None:
