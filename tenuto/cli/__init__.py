@@ -23,7 +23,7 @@ from tenuto.errors import TenutoError
 GROUPS = {
     "Start": ("quickstart", "doctor"),
     "Measure": ("profile", "profiles", "merge", "cluster"),
-    "Plan": ("plan", "explain", "policies", "simulate", "goodput"),
+    "Plan": ("import", "plan", "explain", "policies", "simulate", "goodput"),
     "Run": (
         "serve",
         "deploy",
@@ -42,6 +42,7 @@ GROUPS = {
     "Judge": ("bench", "report"),
 }
 VERBS = tuple(name for names in GROUPS.values() for name in names)
+_MODULES = {"import": "import_repository"}  # of verbs that are words of Python
 # What brings modules of others that a command may miss.
 BRINGS = {
     "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools orjson pynvml ray safetensors starlette sympy "
@@ -49,6 +50,7 @@ BRINGS = {
     "tenuto[structured]": "llguidance",
     "tenuto[tracing]": "opentelemetry requests",
     "tenuto[grpc]": "google grpc grpc_reflection h2 hyperframe",
+    "tenuto[triton]": "tritonclient",
     "tenuto[onnx]": "onnx onnxruntime onnxscript",
     "tenuto[vllm]": "vllm",
     "tenuto-lab": "cma sklearn xgboost",
@@ -65,7 +67,7 @@ def verb_names() -> list[str]:
 def load_verb(name: str) -> click.Command | None:
     """Return the command of a verb; None if there is no such verb."""
     if name in VERBS:
-        own: click.Command = importlib.import_module(f"tenuto.cli.{name}").command
+        own: click.Command = importlib.import_module(f"tenuto.cli.{_MODULES.get(name, name)}").command
         return own
     point = plugins.registered(plugins.VERBS).get(name)
     return None if point is None else cast(click.Command, point.load())

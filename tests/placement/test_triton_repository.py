@@ -1,0 +1,160 @@
+"""A model repository of Triton becomes a workload, and of what does not a note says why."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.cli import load_verb
+from tenuto.errors import InvalidInputError
+from tenuto.placement.triton_repository import ImportNote, read_repository
+from tenuto.placement.workload import Workload
+
+pytestmark = pytest.mark.unit
+pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient with grpcio is not installed")
+
+ONNX = 'backend: "onnxruntime"\nmax_batch_size: 8\n'
+
+
+def add(root: Path, name: str, config: str | None, *files: str) -> None:
+    """Write a model's configuration and empty files."""
+    for file in files:
+        place = root / name / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    (root / name).mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (root / name / "config.pbtxt").write_text(config)
+
+
+def notes(root: Path) -> dict[str, str]:
+    return {r.model: r.text for r in read_repository(root, rate_rps=1.0, slo_ms=9.0).notes if r.is_left_out}
+
+
+def test_an_onnx_model_becomes_a_model_with_labels_and_the_time_of_its_queue(tmp_path):
+    config = (
+        'platform: "onnxruntime_onnx"\nmax_batch_size: 8\n'
+        'output [{ name: "y" data_type: TYPE_FP32 dims: [2] label_filename: "labels.txt" }]\n'
+        "dynamic_batching { default_queue_policy { default_timeout_microseconds: 50000 } }\n"
+    )
+    add(tmp_path, "det", config, "1/model.onnx")
+    (tmp_path / "det" / "labels.txt").write_text("up\ndown\n")
+    (model,) = read_repository(tmp_path, rate_rps=3.0, slo_ms=9.0).workload("repository").models
+    assert (model.name, model.rate_rps, model.slo_ms) == ("det", 3.0, 50.0)
+    assert model.source == str(tmp_path / "det" / "1" / "model.onnx")
+    assert model.options == {"labels": ["up", "down"]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        ("", ["m:10"]),
+        ("version_policy { latest { num_versions: 2 } }", ["m:2", "m:10"]),
+        ("version_policy { all { } }", ["m", "m:2", "m:10"]),
+        ("version_policy { specific { versions: [1] } }", ["m"]),
+    ],
+)
+def test_the_versions_of_the_policy_are_taken_and_the_highest_takes_the_rest(tmp_path, policy, names):
+    add(
+        tmp_path,
+        "m",
+        ONNX + policy,
+        "1/model.onnx",
+        "2/model.onnx",
+        "10/model.onnx",
+        "010/model.onnx",
+        "new/model.onnx",
+    )
+    models = read_repository(tmp_path, rate_rps=1.0, slo_ms=9.0).workload("repository").models
+    assert [model.name for model in models] == names
+    assert [model.share_pct for model in models] == [0.0] * (len(names) - 1) + [None]
+
+
+def test_a_model_without_configuration_is_taken_by_its_file(tmp_path):
+    add(tmp_path, "plain", None, "1/model.onnx")
+    add(tmp_path, "program", 'backend: "pytorch"', "1/model.pt2")
+    add(tmp_path, "large", ONNX, "1/model.onnx/model.onnx", "1/model.onnx/weights.bin")  # with external data
+    models = read_repository(tmp_path, rate_rps=1.0, slo_ms=9.0).workload("repository").models
+    files = {model.name: Path(model.source or "").relative_to(tmp_path / model.name / "1") for model in models}
+    assert {name: str(file) for name, file in files.items()} == {
+        "plain": "model.onnx",
+        "program": "model.pt2",
+        "large": "model.onnx/model.onnx",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "cure"),
+    [
+        ('backend: "python"', "model.py", "package.module:factory"),
+        ('platform: "tensorflow_savedmodel"', "model.savedmodel/saved_model.pb", "tf2onnx"),
+        ('platform: "pytorch_libtorch"', "model.pt", "torch.export"),
+        ('platform: "tensorrt_plan"', "model.plan", "runtime: tensorrt"),
+        ('backend: "mine"', "model.bin", "backend 'mine'"),
+        (ONNX + "sequence_batching { }", "model.onnx", "states as inputs and outputs"),
+        (ONNX + "model_transaction_policy { decoupled: true }", "model.onnx", "generates"),
+        (ONNX + 'input [{ name: "x" optional: true }]', "model.onnx", "optional"),
+        (ONNX, "other.txt", "no file model.onnx"),
+    ],
+)
+def test_what_is_not_served_is_left_out_with_its_cure(tmp_path, config, file, cure):
+    add(tmp_path, "good", ONNX, "1/model.onnx")
+    add(tmp_path, "bad", config, f"1/{file}")
+    assert cure in notes(tmp_path)["bad"]
+    assert [m.name for m in read_repository(tmp_path, rate_rps=1.0, slo_ms=9.0).workload("r").models] == ["good"]
+
+
+def test_an_ensemble_becomes_an_application_in_the_order_of_its_tensors(tmp_path):
+    for name in ("detect", "read"):
+        add(tmp_path, name, ONNX, "1/model.onnx")
+    step = 'step {{ model_name: "{}" input_map {{ key: "x" value: "{}" }} output_map {{ key: "y" value: "{}" }} }}\n'
+    steps = (
+        step.format("read", "boxes", "text")
+        + step.format("detect", "image", "boxes")
+        + step.format("read", "text", "z")
+    )
+    add(tmp_path, "ocr", f'platform: "ensemble"\nensemble_scheduling {{ {steps} }}')
+    add(tmp_path, "broken", f'platform: "ensemble"\nensemble_scheduling {{ {step.format("nobody", "a", "b")} }}')
+    (application,) = read_repository(tmp_path, rate_rps=2.0, slo_ms=90.0).workload("repository").applications
+    assert [(stage.label, stage.after) for stage in application.stages] == [
+        ("read", ("detect",)),
+        ("detect", ()),
+        ("read-2", ("read",)),
+    ]
+    assert "nobody" in notes(tmp_path)["broken"]
+
+
+def test_a_repository_without_a_model_that_can_be_served_is_refused_with_every_reason(tmp_path):
+    add(tmp_path, "a", 'backend: "python"', "1/model.py")
+    with pytest.raises(InvalidInputError, match=r"package\.module:factory[\s\S]*no model of it"):
+        read_repository(tmp_path, rate_rps=1.0, slo_ms=9.0).workload(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "broken"])
+def test_a_folder_that_is_no_repository_is_refused(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    add(tmp_path / "broken", "m", "no_such_field: 3", "1/model.onnx")
+    result = CliRunner().invoke(load_verb("import"), [str(tmp_path / name), "--rate", "1", "--slo-ms", "9"])
+    assert isinstance(result.exception, InvalidInputError)
+
+
+@given(st.binary(max_size=60))
+def test_no_configuration_ends_in_another_error(tmp_path_factory, data):
+    root = tmp_path_factory.mktemp("repository")
+    add(root, "m", "", "1/model.onnx")
+    (root / "m" / "config.pbtxt").write_bytes(data)
+    with contextlib.suppress(InvalidInputError):
+        read_repository(root, rate_rps=1.0, slo_ms=9.0).workload("repository")
+
+
+def test_the_command_writes_a_workload_that_loads_again(tmp_path):
+    add(tmp_path / "repository", "m", ONNX, "1/model.onnx")
+    file = tmp_path / "workload.yaml"
+    arguments = [str(tmp_path / "repository"), "--rate", "5", "--slo-ms", "20", "-o", str(file)]
+    result = CliRunner().invoke(load_verb("import"), arguments)
+    assert result.exit_code == 0, result.output
+    assert Workload.load(file).rate_rps == 5.0
+    assert ImportNote("m", "profile it with batch sizes up to its max_batch_size, 8").text in result.stderr
