@@ -137,7 +137,10 @@ class Channel:
         self._in_charge: dict[str, tuple[Peer | None, Term]] = {}  # by sub-cluster
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        threading.Thread(target=self._beat, name=f"gpu-let {name} beats", daemon=True).start()
+        self._start_thread("beats", self._beat)
+
+    def _start_thread(self, verb: str, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, name=f"gpu-let {self._name} {verb}", daemon=True).start()
 
     def listen(self, host: str = "", *, encrypted: bool = False) -> Endpoint:
         """Listen, and return where. Without a host, only this machine can connect. With a host, it is a free port of
@@ -149,9 +152,7 @@ class Channel:
             # the processor time of loopback TCP; large bodies lie in shared memory.
             known = listener((host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}")
             self._listeners[host, encrypted] = known
-            threading.Thread(
-                target=self._accept, args=(known, tls), name=f"gpu-let {self._name} accepts", daemon=True
-            ).start()
+            self._start_thread("accepts", self._accept, known, tls)
         name = known.getsockname()
         address: Address = name.decode() if isinstance(name, bytes) else (name[0], name[1])
         return Endpoint(address, self._token, "" if tls is None else self._identity.certificate)
@@ -187,9 +188,7 @@ class Channel:
                 connection, _ = made.accept()
             except OSError:
                 return  # closed
-            threading.Thread(
-                target=self._greet, args=(connection, tls), name=f"gpu-let {self._name} receives", daemon=True
-            ).start()
+            self._start_thread("receives", self._greet, connection, tls)
 
     def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Take a peer if it presents the token, and close its connection if not."""
@@ -245,9 +244,7 @@ class Channel:
     def unwatched(self, peer: Peer) -> None:
         """Close a peer that is gone. A peer that sends a large body gets a thread instead."""
         if peer in self._peers:
-            threading.Thread(
-                target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True
-            ).start()
+            self._start_thread("receives", self._receive, peer)
         else:
             peer.connection.close()
 

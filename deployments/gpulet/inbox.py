@@ -75,6 +75,11 @@ class Inbox(Generic[ItemT]):
         self._is_closed = True
         self._ring()
 
+    def release(self) -> None:
+        """Release the descriptors. Call it once the reader has ended."""
+        self._epoll.close()
+        os.close(self._bell)
+
     def _ring(self) -> None:
         if self._waits:
             os.eventfd_write(self._bell, 1)

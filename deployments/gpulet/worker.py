@@ -107,6 +107,8 @@ class WorkerThread:
         self._inbox.close()
         limit_s = batches_s + (generations_s if self._sequences else 0.0)
         await self._loop.run_in_executor(None, self._thread.join, limit_s)
+        if not self._thread.is_alive():
+            self._inbox.release()
 
     # --- on the thread ------------------------------------------------------------------------------------------
 
@@ -175,8 +177,7 @@ class WorkerThread:
 
     def _run(self, batch: ArrivedBatch) -> None:
         queue_ms = (time.monotonic() - batch.received_at) * 1000.0
-        refusal = self._refusal(batch)
-        if refusal is not None:
+        if (refusal := self._refusal(batch)) is not None:
             batch.answer(refusal)
             return
         rows = dict(batch.message.members)
@@ -197,11 +198,9 @@ class WorkerThread:
     def _generate(self, arrived: ArrivedSequence) -> None:
         """Take a sequence, or answer why not."""
         name, entry = arrived.message.model, self._programs.generating(arrived.message.model)
-        why = self.fault
-        if entry is None:
-            why = f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed"
-        if why is not None or entry is None:
-            refused = Refused(Outcome.FAILED, why or "", None, self._id)
+        absent = f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed"
+        if entry is None or self.fault is not None:
+            refused = Refused(Outcome.FAILED, absent if entry is None else self.fault or "", None, self._id)
             ended = EndedSequence.failed(arrived.message.number, refused, may_retry=True)
             arrived.peer.connection.send(Generated([], [ended]))
             return
@@ -256,8 +255,7 @@ class WorkerThread:
 
     def _streamed_inputs(self, batch: ArrivedBatch) -> Blocks | None:
         """Return the inputs of a batch that is streamed; None when the batch was refused."""
-        refusal = self._refusal(batch)
-        if refusal is not None:
+        if (refusal := self._refusal(batch)) is not None:
             batch.answer(refusal)
             return None
         self._begun[id(batch)] = time.monotonic(), batch.program

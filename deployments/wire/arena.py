@@ -9,6 +9,7 @@ however a process ends. The memory lives until the last process that maps it is 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import os
 import re
@@ -125,9 +126,11 @@ class Arena:
         gaps.insert(place, (offset, length))
 
     def close(self) -> None:
-        """Release the memory. The system takes it back once no other process maps it."""
+        """Release the memory. The system takes it back once no other process maps it, and no slot is left here."""
         os.close(self._file)
-        # The mapping itself lives as long as the views of slots.
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a slot is left, whose view ends the mapping
+            self._map.close()  # it has a descriptor of its own
 
 
 def _whole_grains(size: int) -> int:

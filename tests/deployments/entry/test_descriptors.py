@@ -13,9 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.http.file_descriptors import most_connections
+from tenuto.deployments.gpulet.replica import LocalReplica
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.serve.user_config import read_gateway_config
 from tests.deployments.entry.test_access import certificate
+from tests.instruments.asking import until
+from tests.instruments.plans import make_plan
 
 FILES = 200
 SILENT = 230  # clients: more than there are files
@@ -81,3 +87,23 @@ def test_new_clients_are_answered_however_many_are_silent(tmp_path: Path, says: 
                 each.close()
         finally:
             server.kill()
+
+
+async def test_a_gateway_and_a_gpulet_that_are_closed_leave_no_descriptor_although_something_holds_them() -> None:
+    """As FastAPI does, which caches what the functions of an application refer to."""
+    plan = make_plan({"n0/0/a": (50.0, ["m"])})
+    (planned,) = Deployment(plan=plan, executor="emulated").config().gpulets
+    closed, descriptors = list[object](), list[int]()
+    for _ in range(3):
+        gpulet = await LocalReplica.start(planned.spec, planned.user_config)
+        entry = Entry(lambda _name, gpulet=gpulet: gpulet.endpoint)
+        listen = {"host": "127.0.0.1", "port": unused_port()}
+        await entry.follow(
+            read_gateway_config({"plan": plan.to_data(), "scheduler": {"name": "eager"}, "listen": listen})
+        )
+        await until(lambda entry=entry: entry.service.dispatching.is_ready())
+        await entry.close()
+        await gpulet.close()
+        closed += [entry, gpulet]
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors[1:] == descriptors[:1] * 2
