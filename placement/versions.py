@@ -216,7 +216,7 @@ def _why_other(rest: Versioned, spec: Versioned) -> str | None:
     return None if here is None or there is None else why_not_interchangeable(there, here, rest.name)
 
 
-Tensors = tuple[list[tuple[str, str, tuple[int, ...]]], list[tuple[str, str, tuple[int, ...]]]]
+Tensors = tuple[list[tuple[str, str, tuple[int | str, ...]]], list[tuple[str, str, tuple[int | str, ...]]]]
 
 
 def tensors_of(signature: ModelSignature) -> Tensors:
@@ -235,7 +235,7 @@ def why_not_interchangeable(rest: Tensors, other: Tensors, name: str) -> str | N
     return None
 
 
-def _shown(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
+def _shown(tensors: Iterable[tuple[str, str, tuple[int | str, ...]]]) -> str:
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, dtype, shape in tensors)
 
 

@@ -55,7 +55,7 @@ FOREIGN_KEYS = {
     "deployments/entry/service/management_routes.py": 4,  # OpenAPI, ASGI
     "deployments/entry/protocols/texts.py": 3,  # files of tokenizers, and messages as chat templates take them
     "deployments/entry/service/traces.py": 2,  # OpenTelemetry
-    "deployments/gpulet/executors/emulated.py": 3,  # options of a model of its user
+    "deployments/gpulet/executors/emulated.py": 1,  # options of a model of its user
     "deployments/gpulet/mps_sharing.py": 1,  # the environment of CUDA
     "deployments/gpulet/replica.py": 1,  # Serve's config
     "deployments/operator/app.py": 2,  # FastAPI

@@ -148,6 +148,7 @@ class Dispatcher:
         reserve_ms: float = 0.0,
         yields: bool = False,
         samples: Samples | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> Request:
         """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
         the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
@@ -164,6 +165,7 @@ class Dispatcher:
             reserve_ms: time kept of the deadline for the way back to the client.
             yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
             samples: the client's request that this is one sample of, if that has several.
+            sizes: of its inputs, in the order of the model's signature; () for a model of fixed shapes.
 
         Raises:
             KeyError: the plan has no such model.
@@ -184,6 +186,7 @@ class Dispatcher:
             asker,
             yields=yields,
             samples=samples,
+            sizes=sizes,
         )
         self.accounts.submitted(request)
         requests.add(request)

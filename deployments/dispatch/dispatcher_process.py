@@ -81,7 +81,7 @@ class _Asked:
     def executed(self, request: Request, executed: Executed, row: int) -> None:
         """Send the answer with the next bundle."""
         del request
-        self._send(AnsweredRequest(self._number, executed, row), sum([size for _, _, _, size in executed.outputs]))
+        self._send(AnsweredRequest(self._number, executed, row), sum([output.row_bytes for output in executed.outputs]))
 
     def refused(self, request: Request, refused: Refused) -> None:
         """Send the refusal with the next bundle."""
@@ -348,6 +348,7 @@ class BundleServer:
             reserve_ms=row.reserve_ms,
             yields=row.yields,
             samples=samples,
+            sizes=row.sizes,
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:

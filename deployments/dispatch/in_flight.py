@@ -60,7 +60,7 @@ class Request(msgspec.Struct, eq=False):
     order, from `Dispatcher.start` on. `memory` is the shared memory in which the tensors lie, if any. `client_id` is
     the client's id of the request. `reserve_ms` is kept of the deadline for the way back. `is_waiting`: the request is
     in no batch. `yields`: other requests of its model go first. `samples`: those of the same request of a client, when
-    that has several.
+    that has several. `sizes`: in the order of the model's signature.
 
     A request does not refer to its batch, and its asker forgets it at its end. Otherwise there would be cycles of
     references, which only Python's collector frees; with 50,000 objects that stops the process for 85 ms.
@@ -80,6 +80,7 @@ class Request(msgspec.Struct, eq=False):
     was_retried: bool = False
     yields: bool = False
     samples: Samples | None = None
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -162,11 +163,12 @@ def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buf
             mine = requests[first : first + rows]
             first += rows
             ordered += [request.parts[position] for position in range(len(mine[0].parts)) for request in mine]
-    if not any(part.arena or part.dtype for part in ordered):
+    sizes = [request.sizes for request in requests] if requests[0].sizes else []
+    if not sizes and not any(part.arena or part.dtype for part in ordered):
         return RunBatch(batch.number, batch.name, batch.members, [], []), [part.data for part in ordered]
     places = Places(shares_memory=shares_memory)
     described = [places.put(part) for part in ordered]
-    return RunBatch(batch.number, batch.name, batch.members, places.arenas, described), places.buffers
+    return RunBatch(batch.number, batch.name, batch.members, places.arenas, described, sizes), places.buffers
 
 
 def split_reply(

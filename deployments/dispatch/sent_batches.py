@@ -91,8 +91,8 @@ class SentBatches:
         """Send a batch."""
         core = self._core
         program = core.scheduler.system.programs[decision.program]
-        if len(program.members) > 1:
-            requests.sort(key=lambda request: request.name)
+        if len(program.members) > 1 or (requests and requests[0].sizes):
+            requests.sort(key=lambda request: (request.name, request.sizes))  # equal shapes are answered together
         gpulet = self.fleet[decision.gpulet]
         times = core.time.clock_ms, decision.start_ms, decision.finish_ms
         batch = Batch(next(self._numbers), decision.program, program.name, requests, core.plan_number, *times)

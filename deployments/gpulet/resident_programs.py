@@ -154,7 +154,7 @@ class ResidentPrograms:
             if hooks is not None:
 
                 def run(inputs: Arrays, name: str = name) -> Arrays:
-                    return self._executor.run(entry.name, {name: as_blocks(inputs)}, {name: 1})[0][name]
+                    return self._executor.run(entry.name, {name: as_blocks(inputs)}, {name: 1})[0][name][0]
 
                 try_hooks(hooks, self._executor.signature(name), run)
 

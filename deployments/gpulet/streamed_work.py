@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -39,7 +39,7 @@ class StreamedBatches(Generic[BatchT]):
         self,
         streaming: StreamingExecutor,
         *,
-        done: Callable[[BatchT, Arrays, BatchTimes, float], None],
+        done: Callable[[BatchT, Sequence[Arrays], BatchTimes, float], None],
         failed: Callable[[BatchT, BaseException], None],
         name: str = "gpu-let",
     ) -> None:

@@ -6,11 +6,12 @@ It knows neither sockets nor Serve: others give it batches, and a batch sends it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.step_scheduler import StepLimits, StepScheduler
@@ -26,7 +27,7 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, EndedSequence, Generated, Message
-from tenuto.deployments.wire.tensors import inline_blocks, input_blocks, pack_outputs
+from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
 from tenuto.errors import first_line, new_incident
 from tenuto.outcome import Outcome
 from tenuto.profiles.networks.device import loses_device
@@ -186,7 +187,7 @@ class WorkerThread:
             begun_s = time.monotonic()
             self._begun[id(batch)] = begun_s, batch.program
             outputs, execution_ms = self._executor.run(batch.program, inputs, rows)
-            packed = [(count, *pack_outputs(outputs[member], count)) for member, count in rows.items()]
+            packed = [part for member, count in rows.items() for part in self._packed(member, count, outputs[member])]
         except BaseException as error:  # a model may also raise SystemExit, which must not end the thread
             self._failed(batch, error)
             return
@@ -194,6 +195,14 @@ class WorkerThread:
         members = [(count, described) for count, described, _ in packed]
         ran = BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, 0.0, 0.0, members)
         batch.answer(ran, [buffer for _, _, buffers in packed for buffer in buffers])
+
+    def _packed(
+        self, member: str, rows: int, outputs: Sequence[Arrays]
+    ) -> list[tuple[int, list[RowOutput], list[memoryview]]]:
+        """Return the number of rows of each part of a member's outputs, and how it travels."""
+        axes = {spec.name: spec.axis for spec in self._executor.signature(member).outputs}
+        counts = [rows] if len(outputs) == 1 else [len(next(iter(part.values()))) for part in outputs]
+        return [(count, *pack_outputs(part, count, axes)) for count, part in zip(counts, outputs, strict=True)]
 
     def _generate(self, arrived: ArrivedSequence) -> None:
         """Take a sequence, or answer why not."""
@@ -248,9 +257,10 @@ class WorkerThread:
                 inputs[member], body = inline_blocks(self._executor.signature(member).inputs, rows, body)
             return inputs
         parts, _ = read_parts(message.places, message.arenas, body, self._arenas)
-        remaining = iter(parts)
+        remaining, sizes = iter(parts), iter(message.sizes)
         for member, rows in message.members:
-            inputs[member] = input_blocks(self._executor.signature(member).inputs, rows, remaining)
+            mine = list(itertools.islice(sizes, rows))
+            inputs[member] = input_blocks(self._executor.signature(member), rows, remaining, mine)
         return inputs
 
     def _streamed_inputs(self, batch: ArrivedBatch) -> Blocks | None:
@@ -261,13 +271,16 @@ class WorkerThread:
         self._begun[id(batch)] = time.monotonic(), batch.program
         return self._inputs(batch)[batch.program]
 
-    def _streamed(self, batch: ArrivedBatch, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
+    def _streamed(self, batch: ArrivedBatch, outputs: Sequence[Arrays], times: BatchTimes, queue_ms: float) -> None:
         """Answer a streamed batch. Its copies count as part of its way, as other batches execute meanwhile."""
         self._begun.pop(id(batch), None)
-        described, buffers = pack_outputs(outputs, batch.size)
+        packed = self._packed(batch.program, batch.size, outputs)
         copies = (times.staging_ms + times.copy_in_ms, times.copy_out_ms)
         took = times.begun_at_s * 1000.0, times.execution_ms, queue_ms, *copies
-        batch.answer(BatchRan(batch.message.number, *took, [(batch.size, described)]), buffers)
+        members = [(count, described) for count, described, _ in packed]
+        batch.answer(
+            BatchRan(batch.message.number, *took, members), [each for *_, buffers in packed for each in buffers]
+        )
 
     def _failed(self, batch: ArrivedBatch, error: BaseException) -> None:
         """Answer a batch that could not be run. The error itself only goes to the log, as it may contain things that

@@ -53,8 +53,9 @@ class Executed:
                 dtype,
                 shape,
                 data[row * size : (row + 1) * size] if dtype != BYTES else bytes_row(data, row * size),
+                axis,
             )
-            for (name, dtype, shape, size), data in zip(self.outputs, self.data, strict=True)
+            for (name, dtype, shape, size, axis), data in zip(self.outputs, self.data, strict=True)
         ]
 
 

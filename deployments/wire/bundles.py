@@ -135,7 +135,8 @@ def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tupl
         )
         begin, stop = rows[0], rows[0] + len(rows)
         is_slice = rows == tuple(range(begin, stop))
-        for (_, _, _, size), data in zip(end.outputs, end.data, strict=True):
+        for output, data in zip(end.outputs, end.data, strict=True):
+            size = output.row_bytes
             if is_slice:
                 buffers.append(data[begin * size : stop * size])
             else:

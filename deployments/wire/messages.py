@@ -83,12 +83,12 @@ class GpuletState(_Message, tag=2):
 
     def most_asked_bytes(self) -> int:
         """Return the largest body in bytes that a batch for this gpu-let can have."""
-        rows = {name: most_row_bytes(signature.inputs) for name, signature in self.signatures.items()}
+        rows = {name: most_row_bytes(signature.inputs, signature.sizes) for name, signature in self.signatures.items()}
         return most_batch_bytes(self.programs, rows)
 
     def most_answered_bytes(self) -> int:
         """Return the largest body in bytes that an answer of this gpu-let can have."""
-        rows = {name: most_row_bytes(signature.outputs) for name, signature in self.signatures.items()}
+        rows = {name: most_row_bytes(signature.outputs, signature.sizes) for name, signature in self.signatures.items()}
         return most_batch_bytes(self.programs, rows)
 
     def described(self, planned: GpuletStatus) -> GpuletStatus:
@@ -110,13 +110,15 @@ class PartPlace(NamedTuple):
 
 class RunBatch(_Message, tag=3):
     """Run this batch. `members`: models with their number of rows. Inputs are ordered by member, then by input, then by
-    row. Without `places` all inputs lie in the body in this order, in the types of the signatures."""
+    row. Without `places` all inputs lie in the body in this order, in the types of the signatures. `sizes`: of
+    each row, in the order of its model's signature; empty where no member has any."""
 
     number: int
     program: str
     members: list[tuple[str, int]]
     arenas: list[str]
     places: list[PartPlace]
+    sizes: list[tuple[int, ...]] = []  # msgspec copies defaults
 
     @property
     def size(self) -> int:
@@ -125,7 +127,8 @@ class RunBatch(_Message, tag=3):
 
 
 class BatchRan(_Message, tag=5):
-    """A batch was executed. `members`: number of rows and description of outputs, in the order of the `RunBatch`.
+    """A batch was executed. `members`: number of rows and description of outputs, in the order of the `RunBatch`. Rows
+    of one member whose outputs differ in shape are told one after another.
 
     `queue_ms`: the wait of the batch at the gpu-let. It is NaN when the batch came while another one ran, which happens
     only between processes of one machine.
@@ -242,7 +245,7 @@ class RequestRow(NamedTuple):
     """One request. `deadline_at_ms` is the client's deadline, on the sender's clock; `reserve_ms` of it is kept for the
     way back. When it `yields`, other requests of its model go first. `places` has the lengths and types of its inputs,
     as in `RunBatch`. When a client asked for several samples at once, each has a row; these follow each other with the
-    number of the `first`, and `left` of them are not answered."""
+    number of the `first`, and `left` of them are not answered. `sizes`: in the order of its model's signature."""
 
     number: int
     model: str
@@ -254,6 +257,7 @@ class RequestRow(NamedTuple):
     yields: bool = False
     first: int = -1
     left: int = 1
+    sizes: tuple[int, ...] = ()
 
 
 class Requests(_Message, tag=10):
@@ -315,12 +319,12 @@ class DispatcherState(_Message, tag=12):
 
     def most_asked_bytes(self) -> int:
         """Return the size in bytes of the largest bundle of requests."""
-        rows = [most_row_bytes(signature.inputs) for signature in self.signatures.values()]
+        rows = [most_row_bytes(signature.inputs, signature.sizes) for signature in self.signatures.values()]
         return MOST_BUNDLED_BYTES + max(rows, default=0)
 
     def most_answered_bytes(self) -> int:
         """Return the size in bytes of the largest bundle of answers."""
-        rows = [most_row_bytes(signature.outputs) for signature in self.signatures.values()]
+        rows = [most_row_bytes(signature.outputs, signature.sizes) for signature in self.signatures.values()]
         return MOST_BUNDLED_BYTES + max(rows, default=0)
 
 

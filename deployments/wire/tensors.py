@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tenuto.profiles.networks.catalogue import BYTES, DTYPES, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, DTYPES, ModelSignature, SizeRange, TensorSignature
 from tenuto.profiles.networks.inputs import LENGTH_BYTES
 
 Array = np.ndarray[Any, Any]
@@ -43,14 +43,22 @@ class InputPart(msgspec.Struct):
         return memoryview(self.data).nbytes
 
 
+class RequestInputs(NamedTuple):
+    """The inputs of one request of one sample, and its sizes in the order of the signature."""
+
+    parts: list[InputPart]
+    sizes: tuple[int, ...] = ()
+
+
 class OutputTensor(msgspec.Struct):
     """One output of one request: name, numpy dtype name, shape without the batch dimension, raw little-endian bytes. In
-    a tensor of `bytes` each element has its length in front."""
+    a tensor of `bytes` each element has its length in front. `axis`: see `TensorSignature`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    axis: int | None = 0
 
     @property
     def array(self) -> Array:
@@ -62,12 +70,13 @@ class OutputTensor(msgspec.Struct):
 
 class RowOutput(NamedTuple):
     """The description of one output of a batch on the wire. The body is cut by `row_bytes`. A row of `bytes` begins
-    with its own length in four bytes, and is padded to the longest of its batch."""
+    with its own length in four bytes, and is padded to the longest of its batch. `axis`: see `TensorSignature`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     row_bytes: int
+    axis: int | None = 0
 
 
 _LENGTH = Struct("<I")  # format: of the Open Inference Protocol: the length in front of an element of bytes
@@ -117,19 +126,23 @@ def _objects(data: Buffer, shape: tuple[int, ...]) -> Array:
     return array.reshape(shape)
 
 
-def pack_outputs(outputs: Arrays, rows: int) -> tuple[list[RowOutput], list[memoryview]]:
-    """Return the description of a model's outputs and their buffers, in the same order."""
+def pack_outputs(
+    outputs: Arrays, rows: int, axes: Mapping[str, int | None] = {}
+) -> tuple[list[RowOutput], list[memoryview]]:
+    """Return the description of a model's outputs and their buffers, in the same order. `axes`: of those whose batch is
+    not in front."""
     described, buffers = [], []
     for name, array in outputs.items():
+        axis = axes.get(name, 0)
         if array.dtype == object:
             packed = [pack_elements(row) for row in array.reshape(rows, math.prod(array.shape[1:])).tolist()]
             longest = max(map(len, packed))
-            described.append(RowOutput(name, BYTES, array.shape[1:], LENGTH_BYTES + longest))
+            described.append(RowOutput(name, BYTES, array.shape[1:], LENGTH_BYTES + longest, axis))
             padded = b"".join([_LENGTH.pack(len(row)) + row.ljust(longest, b"\0") for row in packed])
             buffers.append(memoryview(padded))
             continue
         flat = np.ascontiguousarray(array).reshape(-1)
-        described.append(RowOutput(name, array.dtype.name, array.shape[1:], array.nbytes // rows))
+        described.append(RowOutput(name, array.dtype.name, array.shape[1:], array.nbytes // rows, axis))
         buffers.append(flat.view(np.uint8).data)
     return described, buffers
 
@@ -144,16 +157,20 @@ def cut_rows(rows: int, described: Sequence[RowOutput], body: memoryview) -> tup
     return data, body
 
 
+_MOST_UNKNOWN = 1 << 12  # limit: of a size of outputs that no input tells anything of
 _WIDEST_BYTES = 8  # format: the widest element: clients may send wider numbers than the signature says
 
 
-def most_row_bytes(tensors: Sequence[TensorSignature]) -> int:
-    """Return how many bytes the inputs, or the outputs, of one request take at most."""
+def most_row_bytes(tensors: Sequence[TensorSignature], sizes: Mapping[str, SizeRange]) -> int:
+    """Return how many bytes the inputs, or the outputs, of one request take at most. A size that only a run tells
+    counts as the largest of the others."""
+    most = {name: allowed.most for name, allowed in sizes.items()}
+    other = max(most.values(), default=_MOST_UNKNOWN)
     return sum(
         [
             LENGTH_BYTES + t.most_bytes
             if t.dtype == BYTES
-            else math.prod(t.shape) * max(_WIDEST_BYTES, np.dtype(t.dtype).itemsize)
+            else math.prod([most.get(d, other) if isinstance(d, str) else d for d in t.shape]) * _WIDEST_BYTES
             for t in tensors
         ]
     )
@@ -170,16 +187,21 @@ def most_batch_bytes(largest: Mapping[str, int], row_bytes: Mapping[str, int]) -
     return max((size * row_bytes.get(program, together) for program, size in largest.items()), default=0)
 
 
-def input_blocks(signature: Sequence[TensorSignature], rows: int, parts: Iterator[InputPart]) -> Blocks:
+def input_blocks(
+    signature: ModelSignature, rows: int, parts: Iterator[InputPart], sizes: Sequence[Sequence[int]] = ()
+) -> Blocks:
     """Return a member's inputs as arrays of one row each; numbers are not copied. `parts` are ordered by input, then by
-    row."""
+    row. `sizes`: of each row; () where the model has none."""
     blocks: Blocks = {}
-    for tensor in signature:
-        shape, mine = (1, *tensor.shape), itertools.islice(parts, rows)
+    named = [dict(zip(signature.sizes, each, strict=True)) for each in sizes]
+    for tensor in signature.inputs:
+        shapes = [(1, *tensor.at(each).fixed_shape) for each in named] or [(1, *tensor.fixed_shape)] * rows
+        mine = zip(itertools.islice(parts, rows), shapes, strict=True)
         if tensor.dtype == BYTES:
-            blocks[tensor.name] = [_objects(part.data, shape) for part in mine]
+            blocks[tensor.name] = [_objects(part.data, shape) for part, shape in mine]
             continue
-        blocks[tensor.name] = [np.frombuffer(part.data, part.dtype or tensor.dtype).reshape(shape) for part in mine]
+        dtype = tensor.dtype
+        blocks[tensor.name] = [np.frombuffer(part.data, part.dtype or dtype).reshape(shape) for part, shape in mine]
     return blocks
 
 
@@ -188,7 +210,7 @@ def inline_blocks(signature: Sequence[TensorSignature], rows: int, body: memoryv
     blocks: Blocks = {}
     for tensor in signature:
         dtype = np.dtype(tensor.dtype)
-        length = rows * math.prod(tensor.shape) * dtype.itemsize
-        blocks[tensor.name] = [np.frombuffer(body[:length], dtype).reshape(rows, *tensor.shape)]
+        length = rows * math.prod(tensor.fixed_shape) * dtype.itemsize
+        blocks[tensor.name] = [np.frombuffer(body[:length], dtype).reshape(rows, *tensor.fixed_shape)]
         body = body[length:]
     return blocks, body

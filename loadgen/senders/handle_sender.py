@@ -16,7 +16,8 @@ from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError, UnavailableError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-Prepared = tuple[str, list[Any] | Body, float | None]  # model, parts or a prompt, SLO in ms
+# model; parts and sizes, or a prompt; SLO in ms
+Prepared = tuple[str, tuple[list[Any], tuple[int, ...]] | Body, float | None]
 
 
 class HandleSender:
@@ -48,14 +49,15 @@ class HandleSender:
             name, _, version = model.partition(":")
             interface = self._handle.interface(name, version or None)
             if body.is_raw:
-                parts = interface.preprocess(body.data, body.hooks)
+                parts, sizes = interface.preprocess(body.data, body.hooks)
                 if any(part.dtype for part in parts):
                     raise UnavailableError("its pictures travel as pixels. Use HTTP.")
             else:
-                parts = RequestReader(interface.inputs).read(body.data, body.json_length).parts[0]
+                read = RequestReader(interface.inputs, interface.signature).read(body.data, body.json_length)
+                parts, sizes = read.parts[0], read.header.sizes
         except (HttpError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
-        return model, [part.data for part in parts], slo_ms
+        return model, ([part.data for part in parts], sizes), slo_ms
 
     def send(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send with the next bundle."""
@@ -68,7 +70,7 @@ class HandleSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             return
-        future = self._handle.submit(name, parts, allowed_ms, request_id, version or None)
+        future = self._handle.submit(name, parts[0], allowed_ms, request_id, version or None, parts[1])
         future.add_done_callback(functools.partial(self._answered, token))
 
     async def _write(

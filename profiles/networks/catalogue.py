@@ -7,10 +7,11 @@ model of one's own is named `package.module:factory`; the factory returns a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
@@ -42,8 +43,28 @@ BYTES = "bytes"  # the type of tensors whose elements are strings of bytes, each
 
 
 @dataclass(frozen=True)
+class SizeRange:
+    """The values that a dimension may have: from `least` to `most`. Inputs are padded to a multiple of `multiple`;
+    where they cannot be padded, only multiples are taken."""
+
+    most: int
+    least: int = 1
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidInputError` for a range that holds nothing, or whose end is no multiple."""
+        if not 0 <= self.least <= self.most or self.multiple < 1 or self.most % self.multiple:
+            rule = "must be 0 <= least <= most, with a most that is a multiple of `multiple`"
+            raise refused("size", f"{self.least} to {self.most}, multiples of {self.multiple}", rule, "Correct it.")
+
+
+@dataclass(frozen=True)
 class TensorSignature:
     """One input or output: numpy dtype name and shape without the batch dimension.
+
+    A dimension that is a name is a size, which varies from request to request; all dimensions of that name are equal in
+    a request. An input with a `pad` may be filled up with that value to a longer size. `axis` is where the tensor has
+    its batch dimension; None: it has none, and requests that share a run have equal values.
 
     `below` bounds integer inputs: every value must be in [0, below). An identifier outside an embedding table is an
     error on the CPU, and on a GPU it destroys the whole CUDA context, so it is checked before anything runs. `accepts`
@@ -53,10 +74,12 @@ class TensorSignature:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     below: int | None = None
     accepts: tuple[str, ...] = ()
     most_bytes: int = 1 << 20  # limit: a page of text takes a few KiB; a batch holds up to as many samples as planned
+    pad: float | None = None
+    axis: int | None = 0
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for a type that is not served."""
@@ -67,6 +90,30 @@ class TensorSignature:
         if BYTES in (self.dtype, *self.accepts) and (self.below is not None or self.accepts):
             rule = "has 'below' or 'accepts', which only numbers have"
             raise refused(f"tensor {self.name}: dtype", BYTES, rule, "Leave them out.")
+        if self.axis is not None and not 0 <= self.axis <= (0 if self.dtype == BYTES else len(self.shape)):
+            rule = "is no place for a batch: 0 in front, up to the number of dimensions; of bytes only 0"
+            raise refused(f"tensor {self.name}: axis", self.axis, rule, "Correct it; null: it has no batch.")
+
+    @property
+    def fixed_shape(self) -> tuple[int, ...]:
+        """The shape of a tensor without sizes; raises `ValueError` for one that has some."""
+        if any(type(dimension) is str for dimension in self.shape):
+            raise ValueError(f"tensor '{self.name}' has no fixed shape, but {list(self.shape)}")
+        return cast("tuple[int, ...]", self.shape)
+
+    def at(self, sizes: Mapping[str, int]) -> TensorSignature:
+        """Return the tensor in a request of these sizes; names of other sizes stay names."""
+        return replace(self, shape=tuple(sizes.get(d, d) if isinstance(d, str) else d for d in self.shape))
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Whether a request may have this shape, as far as it is fixed."""
+        fixed = zip(self.shape, shape, strict=False)
+        return len(shape) == len(self.shape) and all(type(d) is str or d == size for d, size in fixed)
+
+    def whole_shape(self, rows: int | str) -> tuple[int | str, ...]:
+        """Return the shape of a batch of it."""
+        shape = self.shape
+        return shape if self.axis is None else (*shape[: self.axis], rows, *shape[self.axis :])
 
 
 @dataclass(frozen=True)
@@ -123,6 +170,9 @@ class ModelSignature:
 
     `labels` names the entries of the first output, in order; empty if there are no names. A model that `generates`
     takes a prompt and writes tokens, and has neither inputs nor outputs.
+
+    `sizes` are the ranges of the sizes that the inputs name, in the order in which requests have them. Outputs may name
+    further ones, which only a run tells. `batch` is the only number of rows that the network takes, if there is one.
     """
 
     kind: Literal["image", "text", "tensor"]
@@ -133,11 +183,68 @@ class ModelSignature:
     labels: tuple[str, ...] = ()
     platform: str = "pytorch"
     generates: GenerationLimits | None = None
+    sizes: Mapping[str, SizeRange] = field(default_factory=dict)
+    batch: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InvalidInputError` for a classifier with tensors of bytes."""
+        """Raise `InvalidInputError` for a classifier with tensors of bytes, or sizes without a range."""
+        named = dict.fromkeys(each for tensor in self.inputs for each in tensor.shape if isinstance(each, str))
+        if named.keys() != self.sizes.keys():
+            rule = f"must be given for exactly the sizes that inputs name: {', '.join(named) or 'none'}"
+            raise refused("signature.sizes", ", ".join(self.sizes) or "none", rule, "Give each its `most`.")
         if self.kind != "tensor" and self.has_bytes:
             raise refused("signature.kind", self.kind, "has a tensor of bytes", "Say `tensor`, or use other types.")
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all shapes are fixed, with a batch of any size in front."""
+        tensors = (*self.inputs, *self.outputs)
+        in_front = all(t.axis == 0 and not any(type(d) is str for d in t.shape) for t in tensors)
+        return self.batch is None and in_front
+
+    @property
+    def padded_sizes(self) -> frozenset[str]:
+        """The sizes to which inputs may be padded: all tensors that have them can be padded or cut back."""
+        firm = {d for t in self.inputs if t.pad is None for d in t.shape}
+        known = all(d in self.sizes for t in self.outputs for d in t.shape if type(d) is str)
+        return frozenset(self.sizes) - firm if known else frozenset()
+
+    def sizes_of(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the sizes of a request from the shapes of its inputs, without batch dimensions.
+
+        Raises:
+            ValueError: a shape is none of the model's, inputs disagree on a size, or a size is out of its range.
+        """
+        bound: dict[str, int] = {}
+        for tensor, shape in zip(self.inputs, shapes, strict=True):
+            if not tensor.takes(shape):
+                taken = f"[{', '.join(map(str, tensor.shape))}]"
+                raise ValueError(f"input '{tensor.name}' has shape {list(shape)}; the model takes {taken}.")
+            for dimension, size in zip(tensor.shape, shape, strict=True):
+                if isinstance(dimension, str) and bound.setdefault(dimension, size) != size:
+                    raise ValueError(f"inputs disagree on '{dimension}': {bound[dimension]} and {size}.")
+        for name, allowed in self.sizes.items():
+            if not allowed.least <= bound[name] <= allowed.most:
+                raise ValueError(
+                    f"'{name}' is {bound[name]}; the model takes {allowed.least} to {allowed.most}. Send a tensor of "
+                    "such a size."
+                )
+            if bound[name] % allowed.multiple and name not in self.padded_sizes:
+                raise ValueError(f"'{name}' is {bound[name]}; the model takes multiples of {allowed.multiple}.")
+        return tuple(bound[name] for name in self.sizes)
+
+    def at(self, sizes: Sequence[int]) -> ModelSignature:
+        """Return the signature of requests of these sizes, which are fixed in it."""
+        if not self.sizes:
+            return self
+        named = dict(zip(self.sizes, sizes, strict=True))
+        inputs, outputs = (tuple(t.at(named) for t in some) for some in (self.inputs, self.outputs))
+        return replace(self, inputs=inputs, outputs=outputs, sizes={})
+
+    @property
+    def most_sizes(self) -> tuple[int, ...]:
+        """The largest sizes that it takes."""
+        return tuple(allowed.most for allowed in self.sizes.values())
 
     @property
     def takes_bytes(self) -> bool:

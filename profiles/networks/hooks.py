@@ -115,7 +115,13 @@ def made_inputs(signature: ModelSignature, arrays: Any) -> list[Array]:
     if set(arrays) != set(names):
         given = ", ".join(map(str, arrays)) or "nothing"
         raise refused("preprocess", given, "returned other inputs", f"Return exactly: {', '.join(names)}.")
-    return [_tensor(tensor, arrays[tensor.name]) for tensor in signature.inputs]
+    made = [_tensor(tensor, arrays[tensor.name]) for tensor in signature.inputs]
+    try:
+        signature.sizes_of([array.shape for array in made])
+    except ValueError as error:
+        shapes = ", ".join(str(list(array.shape)) for array in made)
+        raise refused("preprocess", shapes, f"returned other shapes: {error}", "Convert them there.") from None
+    return made
 
 
 def _tensor(tensor: TensorSignature, value: Any) -> Array:
@@ -124,14 +130,14 @@ def _tensor(tensor: TensorSignature, value: Any) -> Array:
     except ValueError:  # a list of lists of several lengths
         array = np.asarray(None)
     try:
-        if array.shape != tensor.shape:
+        if not tensor.takes(array.shape):
             raise ValueError("another shape")
         made = array if array.dtype.name in tensor.accepts else fitted(array, tensor.dtype)
     except ValueError as error:
         rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension ({error})"
         description = f"{array.dtype} {list(array.shape)}"
         raise refused(f"preprocess: {tensor.name}", description, rule, "Convert it there.") from None
-    return check_range(tensor, np.ascontiguousarray(made).reshape(tensor.shape))
+    return check_range(tensor, np.ascontiguousarray(made).reshape(array.shape))
 
 
 def answer_json(answer: Any) -> bytes:

@@ -15,7 +15,8 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 Blocks = Mapping[str, Sequence["np.ndarray[Any, Any]"]]
 """One model's inputs by name, each as a list of arrays; their rows, one array after another, are the batch. Every
-request arrives in memory of its own, and need not be joined with others before the copy to a device."""
+request arrives in memory of its own, and need not be joined with others before the copy to a device. The rows of one
+array have one shape, and all inputs of a model are cut into arrays alike."""
 
 LENGTH_BYTES = 4  # format: of the Open Inference Protocol: the length in front of an element of bytes
 
@@ -25,14 +26,22 @@ def as_blocks(arrays: Arrays) -> Blocks:
     return {name: (array,) for name, array in arrays.items()}
 
 
+def row_sizes(signature: ModelSignature, blocks: Blocks) -> list[tuple[int, ...]]:
+    """Return the sizes of every row; raises `ValueError` for a shape that is none of the model's."""
+    found: list[tuple[int, ...]] = []
+    for arrays in zip(*(blocks[tensor.name] for tensor in signature.inputs), strict=True):
+        found += [signature.sizes_of([array.shape[1:] for array in arrays])] * len(arrays[0])
+    return found
+
+
 def blank_inputs(signature: ModelSignature, rows: int, *, pixels: bool = False) -> Arrays:
     """Return a batch of zeros, but with ones in attention masks. With `pixels`, pictures are uint8 if the model takes
-    them so. Elements of bytes are the text `0`."""
+    them so. Elements of bytes are the text `0`. Sizes that vary are the largest; `ModelSignature.at` has others."""
     return {
-        t.name: np.full((rows, *t.shape), b"0", dtype=object)
+        t.name: np.full((rows, *t.fixed_shape), b"0", dtype=object)
         if t.dtype == BYTES
-        else np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
-        for t in signature.inputs
+        else np.full((rows, *t.fixed_shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
+        for t in signature.at(signature.most_sizes).inputs
     }
 
 
@@ -58,13 +67,16 @@ def random_inputs(signature: ModelSignature, rows: int, seed: int = 0, *, pixels
     for tensor in signature.inputs:
         if tensor.dtype == BYTES:
             continue
-        dtype, shape = _dtype(tensor, pixels), (rows, *tensor.shape)
+        dtype = _dtype(tensor, pixels)
+        shape: tuple[int, ...] = inputs[tensor.name].shape
         if np.issubdtype(dtype, np.floating):
             inputs[tensor.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
         elif dtype != tensor.dtype:
             inputs[tensor.name] = generator.integers(0, 256, shape, dtype=np.uint8)
         elif tensor.name != "attention_mask":
             inputs[tensor.name] = generator.integers(0, tensor.below or 2, shape).astype(dtype)
+        if tensor.axis is None:
+            inputs[tensor.name][1:] = inputs[tensor.name][:1]  # rows that share a run have it in common
     return inputs
 
 

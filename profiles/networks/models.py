@@ -90,7 +90,7 @@ def _image_model(entry: CatalogueEntry, weights_path: str | None, options: Build
     create = getattr(import_torchvision().models, entry.name)
     module = _seeded(lambda: create(weights=None, **config), entry.name, config, options.seed)
     if weights_path is None:
-        _calibrate(module, options.image_size or entry.signature.inputs[0].shape[-1], options.seed)
+        _calibrate(module, options.image_size or entry.signature.inputs[0].fixed_shape[-1], options.seed)
     else:
         _load_weights(module, weights_path, entry.name)
     labels = options.labels or (imagenet_categories() if classes == 1000 else ())

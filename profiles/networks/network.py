@@ -95,6 +95,9 @@ class LoneModel:
                 "CUDA graphs need an NVIDIA GPU; this is a CPU",
                 "Remove the option; `compile: true` works on a CPU.",
             )
+        if not loaded.signature.is_plain:
+            rule = "has sizes that vary, or another batch than of any size in front; these run on emulated GPUs only"
+            raise refused("model", name, rule, "Give it fixed shapes, with a batch of any size in front.")
         if loaded.signature.has_bytes:
             options = _for_bytes(name, options)
         signature = with_pixels(loaded.signature, preferred=options.uint8_input)

@@ -140,7 +140,7 @@ class ProgramRunner:
         return self._streams is not None
 
     def run(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> dict[str, Arrays]:
-        """Run one batch and return its outputs by model; blocks until they are there.
+        """Run one batch whose rows have equal shapes and return its outputs by model; blocks until they are there.
 
         Args:
             inputs: the inputs by model; they may be in read-only memory.
@@ -149,10 +149,13 @@ class ProgramRunner:
         Raises:
             InvalidInputError: an integer is outside a model's range; this is found before anything runs.
         """
-        return self.run_timed(inputs, rows)[0]
+        return {name: part for name, (part,) in self.run_timed(inputs, rows)[0].items()}
 
-    def run_timed(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> tuple[dict[str, Arrays], BatchTimes]:
-        """Run one batch as `run` does; also return the times of its steps."""
+    def run_timed(
+        self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
+    ) -> tuple[dict[str, list[Arrays]], BatchTimes]:
+        """Run one batch; return the outputs of each model, in parts of rows that follow each other with equal shapes,
+        and the times of its steps."""
         batch = self.stage(inputs, rows)
         try:
             self.launch(batch)
@@ -275,8 +278,9 @@ class ProgramRunner:
         target.copy_(output, non_blocking=True)
         return target
 
-    def finish(self, batch: StagedBatch) -> tuple[dict[str, Arrays], BatchTimes]:
-        """Wait for a batch and return its outputs, which the caller may keep, and the times of its steps.
+    def finish(self, batch: StagedBatch) -> tuple[dict[str, list[Arrays]], BatchTimes]:
+        """Wait for a batch and return its outputs, which the caller may keep, and the times of its steps; see
+        `run_timed`.
 
         Raises:
             InvalidInputError: the outputs are not as the signature says.
@@ -355,9 +359,11 @@ class ProgramRunner:
         slot.pinned[key] = torch.empty((rows, *shape), dtype=kind, pin_memory=True)
         return slot.pinned[key]
 
-    def _outputs(self, answers: Mapping[str, tuple[torch.Tensor, ...]], rows: Mapping[str, int]) -> dict[str, Arrays]:
+    def _outputs(
+        self, answers: Mapping[str, tuple[torch.Tensor, ...]], rows: Mapping[str, int]
+    ) -> dict[str, list[Arrays]]:
         """Return host tensors as the arrays of the signatures, without the padding."""
-        return {name: _as_arrays(self.signatures[name], answers[name], count) for name, count in rows.items()}
+        return {name: [_as_arrays(self.signatures[name], answers[name], count)] for name, count in rows.items()}
 
 
 def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows: int) -> Arrays:
@@ -405,7 +411,7 @@ def _bytes_output(spec: TensorSignature, output: Any, rows: int) -> Array:
             f"the signature says an array of bytes objects of shape {[rows, *spec.shape]}",
             "Return numpy.array(..., dtype=object) with elements of type bytes, or correct the model's signature.",
         )
-    for row in array.reshape(rows, math.prod(spec.shape)):
+    for row in array.reshape(rows, math.prod(array.shape[1:])):
         if (size := packed_bytes(row)) > spec.most_bytes:
             rule = f"a sample takes at most {spec.most_bytes} bytes, the lengths of its elements included"
             raise refused(f"output {spec.name}", size, rule, "Shorten it, or raise `most_bytes` in the signature.")

@@ -32,4 +32,4 @@ def blocks(arrays: Mapping[str, Any]) -> Blocks:
 
 def run(executor: Executor, name: str, arrays: Mapping[str, Any], rows: int) -> tuple[Arrays, float]:
     outputs, execution_ms = executor.run(name, {name: blocks(arrays)}, {name: rows})
-    return outputs[name], execution_ms
+    return outputs[name][0], execution_ms

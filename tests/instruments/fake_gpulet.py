@@ -200,11 +200,11 @@ class FakeGpulet:
         found = []
         parts = iter(read_parts(message.places, message.arenas, body, self._arenas)[0])
         for model, rows in message.members:
-            signature = self.signatures()[model].inputs
+            signature = self.signatures()[model]
             if message.places:
                 blocks = input_blocks(signature, rows, parts)
             else:
-                blocks, body = inline_blocks(signature, rows, body)
+                blocks, body = inline_blocks(signature.inputs, rows, body)
             found.append(blocks)
         return found
 

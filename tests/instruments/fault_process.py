@@ -85,7 +85,7 @@ class Counting(EmulatedExecutor):
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], float]:
+    ) -> tuple[dict[str, list[Arrays]], float]:
         for number in np.concatenate(inputs[MODEL]["INPUT0"]).ravel():
             self._begun.add(int(number), self._name)
         return super().run(program, inputs, rows)

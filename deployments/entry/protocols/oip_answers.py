@@ -71,11 +71,17 @@ def encode_response(
 def _described(tensors: Sequence[OutputTensor], binary: list[Buffer] | None) -> bytes:
     """Return one output as JSON; its values go into `binary`, where that is there."""
     first = tensors[0]
-    begin = _begin_output(first.name, first.dtype, (len(tensors), *first.shape))
+    if any(t.shape != first.shape for t in tensors):
+        shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(t.shape for t in tensors))
+        raise HttpError(400, f"output '{first.name}' has several shapes ({shapes}). Send samples one by one.")
+    begin = _begin_output(first.name, first.dtype, _with_rows(first.shape, first.axis, len(tensors)))
+    parts: Sequence[Buffer] = [t.data for t in tensors]
+    if first.axis and len(tensors) > 1:
+        parts = [np.stack([t.array for t in tensors], first.axis).tobytes()]
     if binary is not None:
-        binary += [t.data for t in tensors]
-        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, sum([t.data.nbytes for t in tensors]))
-    values = first.data if len(tensors) == 1 else b"".join([t.data for t in tensors])
+        binary += parts
+        return b'%b"parameters":{"binary_data_size":%d}}' % (begin, sum([memoryview(each).nbytes for each in parts]))
+    values = parts[0] if len(parts) == 1 else b"".join(parts)
     if first.dtype == BYTES:
         return b'%b"data":%b}' % (begin, _texts(first.name, values, len(tensors) * math.prod(first.shape)))
     return b'%b"data":%b}' % (begin, _numbers(first.name, np.frombuffer(values, DTYPES[first.dtype])))
@@ -88,7 +94,7 @@ class JsonRows:
         self._outputs: list[tuple[str, bytes, Any, int]] = [
             (
                 output.name,
-                _begin_output(output.name, output.dtype, (1, *output.shape)),
+                _begin_output(output.name, output.dtype, _with_rows(output.shape, output.axis, 1)),
                 [bytes_row(data, row * output.row_bytes) for row in range(executed.rows)]
                 if output.dtype == BYTES
                 else np.frombuffer(data, DTYPES[output.dtype]).reshape(executed.rows, -1 if output.row_bytes else 0),
@@ -122,6 +128,13 @@ def _texts(output: str, values: Buffer, count: int) -> bytes:
         return orjson.dumps([element.decode() for element in read_elements(values, count)])
     except UnicodeDecodeError:
         raise NotFiniteError(output, "bytes that are no text in UTF-8") from None
+
+
+def _with_rows(shape: tuple[int, ...], axis: int | None, rows: int) -> tuple[int, ...]:
+    """Return the shape of so many rows of an output."""
+    if not axis:
+        return shape if axis is None else (rows, *shape)
+    return (*shape[:axis], rows, *shape[axis:])
 
 
 @functools.lru_cache

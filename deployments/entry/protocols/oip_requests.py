@@ -9,7 +9,7 @@ import math
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import BadRequestError
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, element_ends, pack_elements
-from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 
 PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
 _KNOWN_DATATYPES = {name: numpy_name for numpy_name, name in PROTOCOL_NAMES.items()}
@@ -58,8 +58,8 @@ class TensorSpec(TensorSignature):
 
     @property
     def elements(self) -> int:
-        """Values of one sample."""
-        return math.prod(self.shape)
+        """Values of one sample, where its shape is fixed."""
+        return math.prod(self.fixed_shape)
 
     def sample_bytes(self, dtype: str) -> int:
         """Bytes of one sample in one of the dtypes of numbers."""
@@ -78,8 +78,23 @@ class TensorSpec(TensorSignature):
         return dtype
 
     def metadata(self) -> dict[str, Any]:
-        """Return the tensor's entry in the model metadata; -1 is the batch dimension."""
-        return {"name": self.name, "datatype": self.datatype, "shape": [-1, *self.shape]}
+        """Return the tensor's entry in the model metadata; -1 is the batch dimension, or a size that varies."""
+        shape = [-1 if isinstance(each, str) else each for each in self.whole_shape("n")]
+        return {"name": self.name, "datatype": self.datatype, "shape": shape}
+
+    def sample_shape(self, shape: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
+        """Return how many samples a shape of any size holds (None: the tensor has no batch dimension), and the shape of
+        each."""
+        axis, rank = self.axis, len(self.shape)
+        if axis is None or len(shape) == rank:
+            whole = () if not rank and tuple(shape) == (1,) else tuple(shape)  # Triton's clients send scalars so
+            return (None if axis is None else 1), whole
+        if len(shape) != rank + 1 or not 1 <= shape[axis] <= MAX_SAMPLES:
+            expected = f"[{', '.join(map(str, self.whole_shape('n')))}]"
+            raise BadRequestError(
+                f"input '{self.name}' has shape {shape}; the model takes {expected} with n from 1 to {MAX_SAMPLES}."
+            )
+        return shape[axis], (*shape[:axis], *shape[axis + 1 :])
 
 
 class RequestedOutput(NamedTuple):
@@ -103,6 +118,7 @@ class InferHeader:
     binary_output: bool
     slo_ms: float | None
     yields: bool = False  # other requests of its model go first
+    sizes: tuple[int, ...] = ()  # of each sample, as the signature names them
 
     def fill(self, binary: memoryview, slot: Slot | None = None, at: int = 0) -> InferRequest:
         """Return the request with the bytes that follow the JSON part; they lie in `slot`, from `at` on.
@@ -126,11 +142,13 @@ class InferHeader:
             else:
                 part = InputPart(source, dtype)
             if dtype == BYTES:
-                ends[len(whole)] = _sample_ends(spec, part.data, self.count)
+                ends[len(whole)] = _sample_ends(spec, part.data, 1 if spec.axis is None else self.count)
             if spec.below is not None:
                 _check_range(spec, part)
             whole.append(part)
-        return InferRequest(self, [whole] if self.count == 1 else _samples(whole, self.count, ends))
+        if self.count == 1:
+            return InferRequest(self, [whole])
+        return InferRequest(self, _samples(whole, [tensor.spec for tensor in self.tensors], self.count, ends))
 
 
 class InferRequest(msgspec.Struct):
@@ -193,9 +211,11 @@ class RequestReader:
     _KEPT = 256  # limit: descriptions that are kept
     _LONGEST_KEPT_BYTES = 2048  # limit: of one of them
 
-    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
-        """Prepare for a model's inputs."""
+    def __init__(self, inputs: Sequence[TensorSpec], signature: ModelSignature | None = None) -> None:
+        """Prepare for a model's inputs; `signature`: of the model, if sizes or the place of its batch vary."""
         self.inputs = inputs
+        self._signature = None if signature is None or signature.is_plain else signature
+        self.is_sized = signature is not None and bool(signature.sizes)
         self._known = {spec.name: spec for spec in inputs}
         self.takes_bytes = any(spec.dtype == BYTES for spec in inputs)
         kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
@@ -204,7 +224,7 @@ class RequestReader:
         self._plain = [
             ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
             for spec in inputs
-            if all(each.below is None and each.dtype != BYTES for each in inputs)
+            if self._signature is None and all(each.below is None and each.dtype != BYTES for each in inputs)
         ]
         # JSON parts in front of binary tensors: clients send the same one again and again.
         self._headers: BoundedCache[bytes | tuple[Any, ...], InferHeader] = BoundedCache(self._KEPT)
@@ -256,14 +276,15 @@ class RequestReader:
                 "JSON part as Inference-Header-Content-Length."
             )
         spec = self.inputs[0]
-        if spec.dtype == BYTES:
+        if spec.dtype == BYTES or self.is_sized:
+            takes = "BYTES" if spec.dtype == BYTES else "tensors of several sizes"
             raise BadRequestError(
-                f"a body without a JSON part holds numbers; input '{spec.name}' takes BYTES. Send the length of the "
-                "JSON part as Inference-Header-Content-Length."
+                f"a body without a JSON part holds numbers of one shape; input '{spec.name}' takes {takes}. Send the "
+                "length of the JSON part as Inference-Header-Content-Length."
             )
         each = spec.sample_bytes(spec.dtype)
         count, rest = divmod(size, each or 1)
-        if rest or not 1 <= count <= MAX_SAMPLES:
+        if rest or not 1 <= count <= (1 if spec.axis is None else MAX_SAMPLES):
             raise BadRequestError(
                 f"the body has {size} bytes; input '{spec.name}' takes {each} bytes of {spec.datatype} for each of "
                 f"1 to {MAX_SAMPLES} samples."
@@ -302,8 +323,8 @@ class RequestReader:
 
     def _header(self, given: RequestJson[Any]) -> InferHeader:
         parameters = given.parameters
-        count, tensors, binary_bytes = self._tensors(given.inputs)
-        header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None)
+        count, tensors, binary_bytes, sizes = self._tensors(given.inputs)
+        header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None, sizes=sizes)
         if parameters:
             header.yields = yields_from(parameters)
             header.binary_output = bool(parameters.get("binary_data_output", False))
@@ -329,9 +350,11 @@ class RequestReader:
                 f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
             ) from None
 
-    def _tensors(self, given: list[TensorJson[Any]]) -> tuple[int, list[_Tensor], int]:
-        """Return how many samples there are, every input's tensor, and how many bytes of binary data there must be."""
+    def _tensors(self, given: list[TensorJson[Any]]) -> tuple[int, list[_Tensor], int, tuple[int, ...]]:
+        """Return how many samples there are, every input's tensor, how many bytes of binary data there must be, and the
+        sizes of a sample."""
         found: dict[str, _Tensor] = {}
+        signature = self._signature
         counts: dict[str, int] = {}
         binary_bytes = 0
         for tensor in given:
@@ -342,7 +365,13 @@ class RequestReader:
             if name in found:
                 raise BadRequestError(f"input '{name}' is given twice.")
             dtype = spec.dtype_of(tensor.datatype)
-            count = counts[name] = _batch_dimension(tensor.shape, spec)
+            if signature is None:
+                count = counts[name] = _batch_dimension(tensor.shape, spec)
+            else:
+                rows, shape = spec.sample_shape(tensor.shape)
+                spec, count = replace(spec, shape=shape), 1 if rows is None else rows
+                if rows is not None:
+                    counts[name] = rows
             source = _source(tensor, spec, dtype, count, binary_bytes)
             found[name] = _Tensor(spec, "" if dtype == spec.dtype != BYTES else dtype, source)
             if isinstance(source, range):
@@ -350,13 +379,20 @@ class RequestReader:
         if len(found) < len(self._known):
             missing = [name for name in self._known if name not in found]
             raise BadRequestError(f"missing input {', '.join(missing)}.")
+        sizes: tuple[int, ...] = ()
+        if signature is not None:
+            try:
+                sizes = signature.sizes_of([found[spec.name].spec.fixed_shape for spec in self.inputs])
+            except ValueError as error:
+                raise BadRequestError(str(error)) from None
         if len(found) == 1:
-            return count, [found[name]], binary_bytes
+            return count, [found[name]], binary_bytes, sizes
         if len(set(counts.values())) > 1:
             raise BadRequestError(
                 f"inputs disagree on the batch dimension: {counts}. Give all the same first dimension."
             )
-        return max(counts.values(), default=0), [found[spec.name] for spec in self.inputs], binary_bytes
+        count = max(counts.values(), default=1 if found else 0)
+        return count, [found[spec.name] for spec in self.inputs], binary_bytes, sizes
 
 
 def _check_size(text: Buffer, most_quotes: int) -> None:
@@ -392,11 +428,24 @@ def _sample_ends(spec: TensorSpec, data: Buffer, count: int) -> list[int]:
     return ends
 
 
-def _samples(whole: Sequence[InputPart], count: int, ends: Mapping[int, Sequence[int]]) -> list[list[InputPart]]:
-    """Cut every tensor into those of its samples; `ends`: where these end in tensors of bytes, by their places."""
+def _samples(
+    whole: Sequence[InputPart], specs: Sequence[TensorSpec], count: int, ends: Mapping[int, Sequence[int]]
+) -> list[list[InputPart]]:
+    """Cut every tensor into those of its samples; `ends`: where these end in tensors of bytes, by their places. Samples
+    that do not lie one behind the other are copied, and a tensor without a batch dimension is one of each sample."""
     parts: list[list[InputPart]] = [[] for _ in range(count)]
-    for at, part in enumerate(whole):
+    for at, (part, spec) in enumerate(zip(whole, specs, strict=True)):
         data = memoryview(part.data)
+        if spec.axis is None:
+            for mine in parts:
+                mine.append(part)
+            continue
+        if spec.axis:
+            before = math.prod(spec.fixed_shape[: spec.axis])
+            rows = np.frombuffer(data, np.uint8).reshape(before, count, -1)
+            for sample, mine in enumerate(parts):
+                mine.append(InputPart(rows[:, sample].tobytes(), part.dtype))
+            continue
         if at in ends:
             start = 0
             for mine, end in zip(parts, ends[at], strict=True):
@@ -532,7 +581,7 @@ def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
     except (msgspec.DecodeError, RecursionError, AttributeError, UnicodeEncodeError):
         raise BadRequestError(f"the data of input '{spec.name}' is not all BYTES values, which are texts.") from None
     _check_count(len(elements), math.prod(shape), spec, shape)
-    whole = (1, *spec.shape) if len(shape) == len(spec.shape) else tuple(shape)
+    whole = (1, *shape) if len(shape) == len(spec.shape) else tuple(shape)
     if texts.shape not in ((len(elements),), whole, whole[1:] if whole[0] == 1 else whole):
         raise BadRequestError(
             f"the data of input '{spec.name}' is not nested as shape {shape} is. Nest it so, or not at all."
@@ -543,7 +592,7 @@ def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
 def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
     """Refuse nested lists that are not as long as the shape says, each of them."""
     nested = text.translate(None, _SCALARS)
-    whole = [1, *spec.shape] if len(shape) == len(spec.shape) else shape
+    whole = [1, *shape] if len(shape) == len(spec.shape) else shape
     if nested not in (_skeleton(whole), _skeleton(whole[1:]) if whole[0] == 1 else b""):
         raise BadRequestError(
             f"the data of input '{spec.name}' is ragged, or not nested as shape {shape} is. Nest it so, or not at all."

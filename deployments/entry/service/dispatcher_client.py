@@ -241,6 +241,7 @@ class DispatcherClient:
         reserve_ms: float = 0.0,
         yields: bool = False,
         samples: Samples | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> Request:
         """Take one request; it is refused here only when its dispatcher is absent. See `Dispatcher.admit`."""
         group = self._group_of[model]
@@ -250,7 +251,17 @@ class DispatcherClient:
         if samples is not None and samples.first < 0:
             samples.first = number
         request = Request(
-            number, model, 0, arrived, deadline, reserve_ms, client_id, asker, yields=yields, samples=samples
+            number,
+            model,
+            0,
+            arrived,
+            deadline,
+            reserve_ms,
+            client_id,
+            asker,
+            yields=yields,
+            samples=samples,
+            sizes=sizes,
         )
         if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
@@ -364,6 +375,7 @@ class DispatcherClient:
                 [places.put(part) for part in request.parts],
                 request.yields,
                 *_together(request),
+                request.sizes,
             )
             for request in requests
             if request.id in peer.waiting

@@ -44,7 +44,7 @@ from tenuto.deployments.entry.service.hook_process import (
     SetUp,
     pack,
 )
-from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.errors import new_incident
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp
@@ -122,7 +122,7 @@ class HookPool:
             asyncio.create_task(self._run(), name=f"hooks of {model}") for _ in range(options.hook_processes)
         ]
 
-    def preprocess(self, body: Buffer, latest_ms: float) -> asyncio.Future[list[InputPart]]:
+    def preprocess(self, body: Buffer, latest_ms: float) -> asyncio.Future[RequestInputs]:
         """Begin to make the input tensors of a request.
 
         Args:
@@ -156,22 +156,26 @@ class HookPool:
         self._waiting.put_nowait(_QueuedCall(latest_ms, next(self._numbers), asked, parts, read, done))
         return done
 
-    def _inputs(self, said: HookAnswer, body: memoryview) -> list[InputPart]:
+    def _inputs(self, said: HookAnswer, body: memoryview) -> RequestInputs:
         """Cut the bytes behind an answer into tensors. Sizes and types are checked, as an attacker may have taken over
         the process, and must not harm a gpu-let."""
-        dtypes = getattr(said, "dtypes", [])
-        parts = []
-        for tensor, dtype in zip(self._signature.inputs, dtypes, strict=False):
+        signature, dtypes, shapes = self._signature, getattr(said, "dtypes", []), getattr(said, "shapes", [])
+        try:
+            sizes = signature.sizes_of(shapes)
+        except ValueError as error:
+            raise HookFaultError(f"the hooks of '{self._model}' returned other shapes: {error}") from None
+        parts: list[InputPart] = []
+        for tensor, dtype in zip(signature.at(sizes).inputs, dtypes, strict=False):
             if dtype != tensor.dtype and dtype not in tensor.accepts:
                 raise HookFaultError(f"the hooks of '{self._model}' returned {dtype} for {tensor.name}")
             size = _bytes(tensor, dtype)
             parts.append(InputPart(body[:size], "" if dtype == tensor.dtype else dtype))
+            if parts[-1].nbytes != size:
+                break
             body = body[size:]
-        if len(parts) != len(self._signature.inputs) or parts[-1].nbytes != _bytes(
-            self._signature.inputs[-1], dtypes[-1]
-        ):
+        if len(parts) != len(signature.inputs) or parts[-1].nbytes != size:
             raise HookFaultError(f"the hooks of '{self._model}' returned too few bytes")
-        return parts
+        return RequestInputs(parts, sizes)
 
     # --- one process after the other ----------------------------------------------------------------------------
 
@@ -249,7 +253,8 @@ class HookPool:
 
     def _most_bytes(self) -> int:
         inputs = sum(
-            max(_bytes(each, dtype) for dtype in (each.dtype, *each.accepts)) for each in self._signature.inputs
+            max(_bytes(each, dtype) for dtype in (each.dtype, *each.accepts))
+            for each in self._signature.at(self._signature.most_sizes).inputs
         )
         return max(inputs, _MOST_ANSWER_BYTES)
 
@@ -261,7 +266,7 @@ class HookPool:
 
 
 def _bytes(tensor: TensorSignature, dtype: str) -> int:
-    return int(np.prod(tensor.shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return int(np.prod(tensor.fixed_shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
 class _Process:

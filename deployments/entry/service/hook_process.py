@@ -48,9 +48,10 @@ class Postprocess(msgspec.Struct, frozen=True, tag=3):
 
 
 class Done(msgspec.Struct, frozen=True, tag=4):
-    """Set up, or the result is behind it: JSON, or the input tensors one after the other in these dtypes."""
+    """Set up, or the result is behind it: JSON, or the input tensors one after the other in these dtypes and shapes."""
 
     dtypes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
 
 
 class BadBody(msgspec.Struct, frozen=True, tag=5):
@@ -83,7 +84,8 @@ def answer(
         except InvalidInputError as error:
             return BadBody(str(error)[:_MOST_SAID]), ()
         made = made_inputs(signature, arrays)
-        return Done([array.dtype.name for array in made]), [array.reshape(-1).view(np.uint8).data for array in made]
+        said = Done([array.dtype.name for array in made], [array.shape for array in made])
+        return said, [array.reshape(-1).view(np.uint8).data for array in made]
     except InvalidInputError as error:
         return Faulty(str(error)[:_MOST_SAID]), ()
     except BaseException:  # anybody's code: also what would end the process

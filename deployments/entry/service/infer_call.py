@@ -23,7 +23,7 @@ from tenuto.deployments.entry.service.routing import Route
 from tenuto.deployments.entry.service.traces import Traced
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.arena import Slot
-from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs
 from tenuto.outcome import Outcome
 
 _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
@@ -57,8 +57,8 @@ class SharedService(Protocol):
 class InferCall(msgspec.Struct, eq=False):
     """One HTTP request for inference, of one or more samples, from its body to its response.
 
-    When the body can name neither a deadline nor a priority of its own, the scheduler is asked before the body is
-    parsed. A request that it turns away is then never parsed.
+    When the body can name neither a deadline, a priority nor sizes of its own, the scheduler is asked before the body
+    is parsed. A request that it turns away is then never parsed.
     """
 
     _service: SharedService
@@ -74,6 +74,7 @@ class InferCall(msgspec.Struct, eq=False):
     _open: list[Request] = []  # in the order of the samples; msgspec copies defaults
     _rows: dict[int, tuple[Executed, int]] = {}  # of what is not plain, the samples that were executed, by request
     _yields: bool = False
+    _sizes: tuple[int, ...] = ()  # of every sample
     _is_over: bool = False
 
     def begin(self) -> None:
@@ -84,7 +85,8 @@ class InferCall(msgspec.Struct, eq=False):
         """
         route, body = self._route, self._exchange.body
         early: Request | None = None
-        if self._described is None and not _may_name(body, route.json_length, slo=route.slo_ms is None):
+        is_told = self._described is None and not self._model.reader.is_sized
+        if is_told and not _may_name(body, route.json_length, slo=route.slo_ms is None):
             early = self._admit(route.client_id)
             if self._is_over:
                 return  # turned away, and responded to
@@ -100,14 +102,15 @@ class InferCall(msgspec.Struct, eq=False):
         sample."""
         self._parsed, header = parsed, parsed.header
         if header is not PLAIN:
-            self._id, self._yields = header.id, header.yields
+            self._id, self._yields, self._sizes = header.id, header.yields, header.sizes
             if header.slo_ms is not None and self._route.slo_ms is None:
                 self._slo_ms = min(header.slo_ms, self._exchange.patience_ms)
         self._start(parsed.parts, early)
 
-    def begin_decoded(self, parts: list[InputPart]) -> None:
+    def begin_decoded(self, sample: RequestInputs) -> None:
         """Ask for one sample that is already decoded. The response names classes."""
-        self._start([parts], None)
+        self._sizes = sample.sizes
+        self._start([sample.parts], None)
 
     def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
         """Return what a body asks for. `slot`: where the body lies, if other processes can read it there. This changes
@@ -138,6 +141,7 @@ class InferCall(msgspec.Struct, eq=False):
             reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
             yields=self._yields,
             samples=samples,
+            sizes=self._sizes,
         )
         if not self._is_over:
             self._open.append(request)

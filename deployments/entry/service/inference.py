@@ -42,7 +42,7 @@ from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCop
 from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
-from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tenuto.deployments.wire.tensors import Buffer, RequestInputs
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.versions import versioned
@@ -508,8 +508,8 @@ class InferenceService:
         def plain() -> Buffer:
             return exchange.body if route.encoding is None else inflated(exchange.body, route.encoding, limit)
 
-        def begin(parts: list[InputPart]) -> None:
-            self._call(exchange, route, model, slo_ms).begin_decoded(parts)
+        def begin(sample: RequestInputs) -> None:
+            self._call(exchange, route, model, slo_ms).begin_decoded(sample)
 
         if hooks is None:
             self._aside(exchange, lambda: interface.preprocess(plain()), begin, due_ms)

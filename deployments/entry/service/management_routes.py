@@ -187,7 +187,11 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
 
 def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
     data_type = "TYPE_STRING" if tensor.dtype == BYTES else f"TYPE_{tensor.datatype}"
-    return {"name": tensor.name, "data_type": data_type, "dims": list(tensor.shape)}
+    return {
+        "name": tensor.name,
+        "data_type": data_type,
+        "dims": [-1 if isinstance(each, str) else each for each in tensor.shape],
+    }
 
 
 def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import orjson
 from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec
 from tenuto.deployments.entry.protocols.texts import Tokenizer, tokenizer_of
 from tenuto.deployments.entry.service.hook_pool import HookPool
-from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement.versions import split_name
 from tenuto.placement.workload import ModelSpec
@@ -38,8 +38,8 @@ class ModelInterface:
         """Build from what a gpu-let reported."""
         return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
 
-    def preprocess(self, body: Buffer, hooks: str | None = None) -> list[InputPart]:
-        """Return one tensor per input from a raw body; blocking, call it off the event loop.
+    def preprocess(self, body: Buffer, hooks: str | None = None) -> RequestInputs:
+        """Return the tensors of a raw body; blocking, call it off the event loop.
 
         Args:
             body: an image or a text, or the body that `hooks` read.
@@ -50,7 +50,8 @@ class ModelInterface:
         """
         made: Hooks = Classifier(self.signature) if hooks is None else load_hooks(hooks, self.signature)
         arrays = made_inputs(self.signature, made.preprocess(bytes(body)))
-        return [_part(tensor, array) for tensor, array in zip(self.inputs, arrays, strict=True)]
+        parts = [_part(tensor, array) for tensor, array in zip(self.inputs, arrays, strict=True)]
+        return RequestInputs(parts, self.signature.sizes_of([array.shape for array in arrays]))
 
     def postprocess(self, outputs: Sequence[OutputTensor]) -> Any:
         """Return the most likely classes of one request."""
@@ -58,7 +59,7 @@ class ModelInterface:
 
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts, t.most_bytes) for t in tensors)
+    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts, t.most_bytes, t.pad, t.axis) for t in tensors)
 
 
 def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:
@@ -93,7 +94,7 @@ class PlannedModel:
         self.slo_ms, self.alone_ms = slo_ms, alone_ms
         if signature is not None and (self.interface is None or self.interface.signature != signature):
             self.interface = ModelInterface.of(signature)
-            self.reader = RequestReader(self.interface.inputs)
+            self.reader = RequestReader(self.interface.inputs, signature)
         self.is_ready = is_ready and self.interface is not None
         if hooks.hooks is None or self.interface is None:
             self.close()

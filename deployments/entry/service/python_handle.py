@@ -193,8 +193,8 @@ class TenutoHandle:
             RequestFailedError: expired, rejected or failed.
         """
         slo_ms = _allowed_ms(slo_ms)
-        parts = _parts(self.interface(model, version), inputs)
-        answer = await self.submit(model, parts, slo_ms, request_id, version)
+        parts, sizes = _parts(self.interface(model, version), inputs)
+        answer = await self.submit(model, parts, slo_ms, request_id, version, sizes)
         if answer.outcome is not Outcome.OK:
             raise RequestFailedError(model, answer)
         return {t.name: t.array for t in answer.outputs}
@@ -206,9 +206,11 @@ class TenutoHandle:
         slo_ms: float | None = None,
         request_id: str = "",
         version: str | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> asyncio.Future[Answer]:
         """Send one request with raw little-endian buffers, one per input, and return the future of its answer. In a
-        buffer of bytes each element has its length in front, in four bytes.
+        buffer of bytes each element has its length in front, in four bytes. `sizes`: as `ModelSignature.sizes_of` gives
+        them; () for a model of fixed shapes.
 
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
@@ -219,7 +221,14 @@ class TenutoHandle:
         signature = self._dispatchers.signature(name)
         placed, slot = self._placed(parts, () if signature is None else signature.inputs)
         future = ask(
-            self._dispatchers, name, placed, memory=slot, slo_ms=slo_ms, client_id=request_id, reserve_ms=reserve_ms
+            self._dispatchers,
+            name,
+            placed,
+            memory=slot,
+            slo_ms=slo_ms,
+            client_id=request_id,
+            reserve_ms=reserve_ms,
+            sizes=sizes,
         )
         due_ms = time.monotonic() * 1000.0 + spec_slo_ms
 
@@ -227,7 +236,7 @@ class TenutoHandle:
             if not done.cancelled() and done.result().outcome is Outcome.OK:
                 self._margin.answered(due_ms - time.monotonic() * 1000.0, spec_slo_ms, 0.0, reserve_ms)
                 if split is not None and split.shadows:
-                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id)
+                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, sizes)
             if slot is not None:
                 slot.release()
 
@@ -392,8 +401,9 @@ def _plain(prompt: Sequence[int]) -> list[int]:
         raise refused("prompt", prompt, "is no sequence of tokens", "Give whole numbers.") from None
 
 
-def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryview]:
-    """Return the raw buffers of one sample in the signature's order; lists every input that does not fit."""
+def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> tuple[list[memoryview], tuple[int, ...]]:
+    """Return the raw buffers of one sample in the signature's order, and its sizes; lists every input that does not
+    fit."""
     known = [tensor.name for tensor in interface.inputs]
     problems = [
         Problem(f"inputs.{name}", name, "is no input of the model", f"Its inputs: {', '.join(known)}.")
@@ -401,13 +411,15 @@ def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryv
         if name not in known
     ]
     parts = []
+    shapes: list[tuple[int, ...]] = []
     for tensor in interface.inputs:
         if tensor.name not in inputs:
             problems.append(Problem(f"inputs.{tensor.name}", None, "is missing", "Give one array per input."))
             continue
         if tensor.dtype == BYTES:
             elements = np.asarray(inputs[tensor.name], object)
-            if elements.shape != tensor.shape or not all(type(each) is bytes for each in elements.flat):
+            shapes.append(elements.shape)
+            if not tensor.takes(elements.shape) or not all(type(each) is bytes for each in elements.flat):
                 rule = f"must be {list(tensor.shape)} bytes objects, one sample without a batch dimension"
                 found = f"{type(inputs[tensor.name]).__name__} {list(elements.shape)}"
                 problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Encode texts, and send samples alone."))
@@ -418,7 +430,8 @@ def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryv
                 parts.append(memoryview(pack_elements(elements.flat)))
             continue
         array = np.asarray(inputs[tensor.name])
-        if array.shape != tensor.shape or not np.can_cast(array.dtype, tensor.dtype, casting="same_kind"):
+        shapes.append(array.shape)
+        if not tensor.takes(array.shape) or not np.can_cast(array.dtype, tensor.dtype, casting="same_kind"):
             found = f"{array.dtype} {list(array.shape)}"
             rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension"
             problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Convert it, or send samples one by one."))
@@ -427,6 +440,10 @@ def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryv
             problems.append(Problem(f"inputs.{tensor.name}", int(array.max()), rule, "Use the model's own tokeniser."))
         else:
             parts.append(np.ascontiguousarray(array, dtype=tensor.dtype).reshape(-1).view(np.uint8).data)
-    if problems:
-        raise InvalidInputError(problems)
-    return parts
+    if not problems:
+        try:
+            return parts, interface.signature.sizes_of(shapes)
+        except ValueError as error:
+            shown = ", ".join(str(list(shape)) for shape in shapes)
+            problems.append(Problem("inputs", shown, str(error).rstrip("."), "Send tensors of other shapes."))
+    raise InvalidInputError(problems)

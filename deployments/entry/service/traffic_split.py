@@ -99,6 +99,7 @@ class ShadowCopies:
         samples: Sequence[Sequence[InputPart]],
         slot: Slot | None,
         client_id: str,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         """Copy a request of one or more samples; large ones lie in `slot`. Nothing is copied when many copies wait, or
         when memory for requests is scarce."""
@@ -109,7 +110,7 @@ class ShadowCopies:
                 continue
             together = Samples(len(samples)) if len(samples) > 1 else None
             for parts in samples:
-                how = {"client_id": client_id, "yields": True, "samples": together}
+                how = {"client_id": client_id, "yields": True, "samples": together, "sizes": sizes}
                 answer = ask(dispatching, name, parts, memory=slot, **how)
                 self._open += 1
                 answer.add_done_callback(self._ended)
@@ -135,6 +136,7 @@ class CopiedCall(InferCall):
             slot.hold()
         super().executed(request, executed, row)
         if self._is_over and not was_over and self._copies is not None:
-            self._copies.send(self._dispatching, self._route.shadows, self._samples, slot, request.client_id)
+            copied = self._route.shadows, self._samples, slot, request.client_id, self._sizes
+            self._copies.send(self._dispatching, *copied)
         if slot is not None:
             slot.release()

@@ -40,8 +40,9 @@ class Executor(Protocol):
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], float]:
-        """Run one batch and return the outputs of every member that has rows in it, and the execution time in ms.
+    ) -> tuple[dict[str, list[Arrays]], float]:
+        """Run one batch and return the outputs of every member that has rows in it, and the execution time in ms. Rows
+        that follow each other with outputs of equal shapes are one part of a member's outputs.
 
         Args:
             program: a loaded program.

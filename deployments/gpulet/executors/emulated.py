@@ -7,6 +7,7 @@ same emulated GPU slow a batch by the factor that the plan expects. Unexpected s
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -24,7 +25,7 @@ from tenuto.files import parse_json, read_text
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.generating import Generator
-from tenuto.profiles.networks.inputs import Arrays, Blocks
+from tenuto.profiles.networks.inputs import Arrays, Blocks, row_sizes
 
 _ANY_TOKEN = 2**31  # format: what takes no token as a number takes any
 
@@ -108,20 +109,24 @@ class EmulatedExecutor:
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], float]:
+    ) -> tuple[dict[str, list[Arrays]], float]:
         """Wait l(batch) ms; return zeros, and the time that passed in ms."""
-        del inputs
         started = time.perf_counter()
         wait_until(started + self.latency_ms(program, sum(rows.values())) / 1000.0)
-        return self.zeros(rows), (time.perf_counter() - started) * 1000.0
+        outputs = {name: self.zeros(name, self.sizes(name, inputs, count)) for name, count in rows.items() if count}
+        return outputs, (time.perf_counter() - started) * 1000.0
 
-    def zeros(self, rows: Mapping[str, int]) -> dict[str, Arrays]:
-        """Return outputs for a batch, all zeros; those of bytes are empty."""
-        return {
-            model: {t.name: _zeros(t, (count, *t.shape)) for t in self.signature(model).outputs}
-            for model, count in rows.items()
-            if count
-        }
+    def sizes(self, model: str, inputs: Mapping[str, Blocks], rows: int) -> list[tuple[int, ...]]:
+        """Return the sizes of every row of a batch."""
+        signature = self.signature(model)
+        return row_sizes(signature, inputs[model]) if signature.sizes else [()] * rows
+
+    def zeros(self, model: str, sizes: Sequence[tuple[int, ...]]) -> list[Arrays]:
+        """Return outputs of rows of these sizes, all zeros; those of bytes are empty. A size that only a run tells is
+        1."""
+        signature = self.signature(model)
+        counts = [(own, len(list(rows))) for own, rows in itertools.groupby(sizes)]
+        return [{t.name: _zeros(t, rows) for t in signature.at(own).outputs} for own, rows in counts]
 
     def facts(self) -> dict[str, Any]:
         """Return the programs of several models without figures, as none is really built."""
@@ -160,7 +165,8 @@ class EmulatedExecutor:
         self._generators.clear()
 
 
-def _zeros(tensor: TensorSignature, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _zeros(tensor: TensorSignature, rows: int) -> np.ndarray[Any, Any]:
+    shape = (rows, *(1 if isinstance(each, str) else each for each in tensor.shape))
     return np.full(shape, b"", object) if tensor.dtype == BYTES else np.zeros(shape, tensor.dtype)
 
 
@@ -192,6 +198,8 @@ def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float
     return times_ms[0], times_ms[1]
 
 
+# The options that say a signature.
+_TOLD = ("inputs", "outputs", "sizes", "batch")
 # The signature of a model of which only the latency is known: one number in, one number out.
 _PLAIN = ModelSignature(
     "tensor", (TensorSignature("INPUT0", "float32", (1,)),), (TensorSignature("OUTPUT0", "float32", (1,)),)
@@ -202,7 +210,7 @@ def _signature(member: MemberEntry) -> ModelSignature:
     """Return `inputs`/`outputs` given in the workload's options, else the catalogue's, else one number in and out."""
     options = member.options
     if "inputs" in options and "outputs" in options:
-        given = {"kind": "tensor", "inputs": options["inputs"], "outputs": options["outputs"]}
+        given = {"kind": "tensor", **{key: options[key] for key in _TOLD if key in options}}
         try:
             return msgspec.convert(given, ModelSignature)
         except msgspec.ValidationError as error:

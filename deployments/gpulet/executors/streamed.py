@@ -31,7 +31,7 @@ class StreamingExecutor(Protocol):
     def launch(self, staged: Any) -> None:
         """Let a batch execute once its data is there and the batch before has ended. After an error, call `discard`."""
 
-    def finish(self, staged: Any) -> tuple[Arrays, BatchTimes]:
+    def finish(self, staged: Any) -> tuple[list[Arrays], BatchTimes]:
         """Wait until a batch's outputs are back; return them, and the times of the batch's steps."""
 
     def discard(self, staged: Any) -> None:
@@ -68,7 +68,7 @@ class TorchStreaming:
         """Queue the kernels and the copy back. On a CPU this does nothing."""
         staged[0].launch(staged[1])
 
-    def finish(self, staged: tuple[ProgramRunner, StagedBatch]) -> tuple[Arrays, BatchTimes]:
+    def finish(self, staged: tuple[ProgramRunner, StagedBatch]) -> tuple[list[Arrays], BatchTimes]:
         """Wait for the copy back. On a CPU, run the forward pass."""
         self._executor.use_threads()
         outputs, times = staged[0].finish(staged[1])
@@ -85,6 +85,7 @@ class _EmulatedBatch:
     """A batch of an emulated GPU. Times are s on the monotonic clock."""
 
     name: str
+    sizes: list[tuple[int, ...]]
     size: int
     staged_at_s: float
     ready_at_s: float
@@ -106,11 +107,11 @@ class EmulatedStreaming:
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> _EmulatedBatch:
         """Begin to copy a batch in, after the copy before it."""
-        del inputs
+        sizes = self._executor.sizes(name, {name: inputs}, batch_size)
         now_s = time.monotonic()
         copy_in_ms, _ = self._executor.copies_ms(name, batch_size)
         self._in_free_s = max(now_s, self._in_free_s) + copy_in_ms / 1000.0
-        return _EmulatedBatch(name, batch_size, now_s, self._in_free_s)
+        return _EmulatedBatch(name, sizes, batch_size, now_s, self._in_free_s)
 
     def launch(self, staged: _EmulatedBatch) -> None:
         """Execute after the batch before, and copy out after that batch's copy."""
@@ -120,7 +121,7 @@ class EmulatedStreaming:
         staged.ended_at_s = self._free_s = staged.begun_at_s + execution_ms / 1000.0
         staged.back_at_s = self._out_free_s = max(staged.ended_at_s, self._out_free_s) + copy_out_ms / 1000.0
 
-    def finish(self, staged: _EmulatedBatch) -> tuple[Arrays, BatchTimes]:
+    def finish(self, staged: _EmulatedBatch) -> tuple[list[Arrays], BatchTimes]:
         """Wait until the batch would be back, and return zeros."""
         while (rest := staged.back_at_s - time.monotonic()) > 0:
             time.sleep(rest)
@@ -132,7 +133,7 @@ class EmulatedStreaming:
             (staged.back_at_s - staged.ended_at_s) * 1000.0,
             staged.begun_at_s,
         )
-        return self._executor.zeros({staged.name: staged.size})[staged.name], times
+        return self._executor.zeros(staged.name, staged.sizes), times
 
     def discard(self, staged: _EmulatedBatch) -> None:
         """Do nothing: an emulated batch holds no memory."""

@@ -181,7 +181,7 @@ class TorchExecutor:
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], float]:
+    ) -> tuple[dict[str, list[Arrays]], float]:
         """Run one batch (padded with the option `pad_batches`); return outputs by member and the time in ms.
 
         The time covers everything from numpy to numpy, with copies to and from the device, as profiles do.
@@ -191,7 +191,7 @@ class TorchExecutor:
         """
         self.use_threads()
         started = time.perf_counter()
-        outputs = self._programs[program].run(inputs, rows)
+        outputs, _ = self._programs[program].run_timed(inputs, rows)
         return outputs, (time.perf_counter() - started) * 1000.0
 
     def facts(self) -> dict[str, Any]:

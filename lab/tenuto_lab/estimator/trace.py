@@ -134,7 +134,9 @@ def trace_model(source: str, batch_sizes: Sequence[int], options: Mapping[str, A
         weights = {id(t): t.numel() * t.element_size() for t in (*loaded.module.parameters(), *loaded.module.buffers())}
         traces = []
         for size in batch_sizes:
-            inputs = [torch.zeros((size, *t.shape), dtype=getattr(torch, t.dtype)) for t in loaded.signature.inputs]
+            inputs = [
+                torch.zeros((size, *t.fixed_shape), dtype=getattr(torch, t.dtype)) for t in loaded.signature.inputs
+            ]
             recorder = operator_recorder(weights)
             try:
                 with torch.no_grad(), recorder:

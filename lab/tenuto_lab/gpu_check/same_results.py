@@ -74,8 +74,8 @@ def _streamed(given: Sequence[Arrays], options: RunOptions, device: str) -> list
         under_way.append(runner.stage({"m": as_blocks(arrays)}, {"m": ROWS}))
         runner.launch(under_way[-1])
         if len(under_way) == 2:
-            answers.append(runner.finish(under_way.popleft())[0]["m"])
-    return [*answers, *(runner.finish(rest)[0]["m"] for rest in under_way)]
+            answers += runner.finish(under_way.popleft())[0]["m"]
+    return [*answers, *(part for rest in under_way for part in runner.finish(rest)[0]["m"])]
 
 
 def main(arguments: Sequence[str] | None = None, *, measure: Callable[[str, str], float] = difference) -> int:

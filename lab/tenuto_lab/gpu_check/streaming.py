@@ -95,7 +95,7 @@ def compare(
             began = time.perf_counter()
             under_way = StreamedBatches[_Batch](
                 streaming,
-                done=lambda _batch, outputs, times, _waited: answers.append((outputs, times)),
+                done=lambda _batch, outputs, times, _waited: answers.append((outputs[0], times)),
                 failed=lambda _batch, error: errors.append(error),
             )
             for batch in batches:

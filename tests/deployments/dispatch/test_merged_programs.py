@@ -266,7 +266,7 @@ def test_an_emulated_group_takes_the_groups_time_and_answers_each_member() -> No
     executor.load(ProgramEntry(name="a+b", batch_size=4, members=members, latency=latency, slowdown=2.0), range(1, 5))
     answers, time_ms = executor.run("a+b", {}, {"a": 3, "b": 1})
     assert time_ms >= 5.0
-    assert {name: {k: v.shape for k, v in arrays.items()} for name, arrays in answers.items()} == {
+    assert {name: {k: v.shape for k, v in arrays.items()} for name, (arrays,) in answers.items()} == {
         "a": {"y": (3, 2)},
         "b": {"s": (1, 1), "z": (1, 3)},
     }

@@ -154,7 +154,7 @@ async def test_a_process_that_hangs_is_replaced() -> None:
             with pytest.raises(HookFaultError, match="and its process was killed"):
                 await hasty.preprocess(body, LATER_MS)
         async with asyncio.timeout(PATIENCE_S):
-            (part,) = await hasty.preprocess(b"[1, 2]", LATER_MS)
+            ((part,), _) = await hasty.preprocess(b"[1, 2]", LATER_MS)
         assert part.nbytes == 8
     finally:
         hasty.close()
@@ -173,7 +173,7 @@ async def test_a_call_that_comes_too_late_never_reaches_its_hook(hooks: HookPool
 
 async def started_by(hooks: HookPool) -> int:
     """Return a process that a hook has started, which would sleep for an hour."""
-    (part,) = await hooks.preprocess(b"start", LATER_MS)
+    ((part,), _) = await hooks.preprocess(b"start", LATER_MS)
     return int(np.frombuffer(part.data, np.float32)[0])
 
 
@@ -221,7 +221,7 @@ async def test_what_hooks_have_started_ends_with_a_gateway_that_is_killed() -> N
 
 async def number_of(hooks: HookPool) -> float:
     """Return what tells one process of hooks from another."""
-    (part,) = await hooks.preprocess(b"print", LATER_MS)
+    ((part,), _) = await hooks.preprocess(b"print", LATER_MS)
     return float(np.frombuffer(part.data, np.float32)[0])
 
 

@@ -56,7 +56,7 @@ class Slowly(TorchExecutor):
 def outputs_of(executor: TorchExecutor, program: ProgramEntry, images: np.ndarray[Any, Any]) -> dict[str, Any]:
     given = {member.name: as_blocks({"image": images}) for member in program.members}
     found, _ = executor.run(program.name, given, {member.name: len(images) for member in program.members})
-    return {name: arrays["logits"] for name, arrays in found.items()}
+    return {name: arrays["logits"] for name, (arrays,) in found.items()}
 
 
 def expected(model: str, images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

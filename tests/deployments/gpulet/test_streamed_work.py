@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -51,11 +51,11 @@ class Device:
     def launch(self, staged: int) -> None:
         self._note("launch", staged)
 
-    def finish(self, staged: int) -> tuple[dict[str, Any], BatchTimes]:
+    def finish(self, staged: int) -> tuple[list[dict[str, Any]], BatchTimes]:
         assert self.permits.acquire(timeout=LIMIT_S)
         self.staged -= 1
         self._note("finish", staged)
-        return {"y": np.array(staged)}, BatchTimes(0.0, 1.0, 2.0, 3.0, 0.5, 0.0)
+        return [{"y": np.array(staged)}], BatchTimes(0.0, 1.0, 2.0, 3.0, 0.5, 0.0)
 
     def discard(self, staged: int) -> None:
         self.staged -= 1
@@ -91,8 +91,8 @@ class Bench:
             return None
         return {"x": np.array(number)}
 
-    def _done(self, work: Batch, outputs: dict[str, Any], times: BatchTimes, waited_ms: float) -> None:
-        assert int(outputs["y"]) == work.number
+    def _done(self, work: Batch, outputs: Sequence[dict[str, Any]], times: BatchTimes, waited_ms: float) -> None:
+        assert int(outputs[0]["y"]) == work.number
         if work.number in self.unanswerable:
             raise ValueError("no bytes")
         self.waited_ms.append(waited_ms)

@@ -38,9 +38,16 @@ class FakeHandle:
         return ModelInterface.of(SIGNATURE)
 
     def submit(
-        self, model: str, parts: list[Any], slo_ms: float | None, request_id: str, version: str | None
+        self,
+        model: str,
+        parts: list[Any],
+        slo_ms: float | None,
+        request_id: str,
+        version: str | None,
+        sizes: tuple[int, ...],
     ) -> asyncio.Future[Answer]:
         assert version is None
+        assert sizes == ()
         self.asked.append((model, b"".join(bytes(part) for part in parts), slo_ms, request_id))
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         answer = self.answers.pop(0)

@@ -53,7 +53,8 @@ class Alone:
 
     def finish(self, staged: StagedBatch) -> tuple[Arrays, BatchTimes]:
         outputs, times = self.runner.finish(staged)
-        return outputs["m"], times
+        (part,) = outputs["m"]
+        return part, times
 
     def run(self, arrays: Arrays, rows: int) -> Arrays:
         return self.runner.run({"m": as_blocks(arrays)}, {"m": rows})["m"]

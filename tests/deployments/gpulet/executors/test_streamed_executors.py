@@ -97,7 +97,7 @@ def test_one_batch_alone_takes_as_long_as_without_streaming(clock: Clock) -> Non
     streaming.launch(staged)
     outputs, _ = streaming.finish(staged)
     assert clock.now_s == pytest.approx(0.010)
-    assert outputs["OUTPUT0"].shape == (4, 1)
+    assert outputs[0]["OUTPUT0"].shape == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_on_a_cpu_two_batches_are_under_way_and_answer_as_plain_ones() -> None:
         streaming.launch(handle)
         outputs, times = streaming.finish(handle)
         plain, _ = run(executor, "m", given, 2)
-        np.testing.assert_array_equal(outputs["y"], plain["y"])
+        np.testing.assert_array_equal(outputs[0]["y"], plain["y"])
         assert times.execution_ms > 0
     assert executor.sm_count() is None
     executor.close()
@@ -147,8 +147,8 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
         if number == 0:
             continue
         outputs, _ = streaming.finish(staged.pop(0))
-        assert outputs["y"][0, 0] == 2.0 * (number - 1) + 1
-    assert streaming.finish(staged.pop())[0]["y"][0, 0] == 5.0
+        assert outputs[0]["y"][0, 0] == 2.0 * (number - 1) + 1
+    assert streaming.finish(staged.pop())[0][0]["y"][0, 0] == 5.0
     assert {name for name, what in cuda.executed if what == "kernels"} == {"stream 0"}
     assert len(cuda.streams) == 3
     gone = weakref.ref(executor.program("m"))

@@ -1,0 +1,201 @@
+"""Requests whose inputs vary in shape, over every way in, to an emulated gpu-let in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.deployments.entry.http.exchange import BadRequestError
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader
+from tenuto.deployments.entry.service.planned_model import ModelInterface
+from tenuto.deployments.entry.service.python_handle import TenutoHandle
+from tenuto.deployments.wire.tensors import most_row_bytes
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, TensorSignature
+from tests.deployments.entry.test_bytes import Served
+from tests.deployments.gpulet.test_streaming_gpulet import make_plan
+
+pytest.importorskip("h2")
+messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
+pytest.importorskip("grpc")
+
+INPUTS = [
+    {"name": "ids", "dtype": "int64", "shape": ["tokens"]},
+    {"name": "state", "dtype": "float32", "shape": [2, 3], "axis": 1},
+    {"name": "rate", "dtype": "int64", "shape": [], "axis": None},
+]
+OUTPUTS = [
+    {"name": "hidden", "dtype": "float32", "shape": ["tokens", 2]},
+    {"name": "after", "dtype": "float32", "shape": [2, 3], "axis": 1},
+]
+SIZES = {"tokens": {"most": 50, "least": 2}}
+OPTIONS = {"inputs": INPUTS, "outputs": OUTPUTS, "sizes": SIZES}
+
+
+def plan(*, streaming: bool) -> Plan:
+    return Plan.from_data({**make_plan(options=OPTIONS).to_data(), "streaming": streaming})
+
+
+@pytest.fixture(params=["beside", "elsewhere"])
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """The scheduler is in the gateway's process and the gpu-let streams, or neither."""
+    is_beside, made = request.param == "beside", Served()
+    await made.start(plan(streaming=is_beside), "emulated", is_beside=is_beside)
+    yield made
+    await made.close()
+
+
+def arrays(tokens: int, samples: int = 1) -> dict[str, Any]:
+    return {
+        "ids": np.arange(samples * tokens, dtype=np.int64).reshape(samples, tokens),
+        "state": np.zeros((2, samples, 3), np.float32),
+        "rate": np.array(16000, np.int64),
+    }
+
+
+def described(given: dict[str, Any], *, binary: bool = False) -> list[dict[str, Any]]:
+    names = {"int64": "INT64", "float32": "FP32"}
+    return [
+        {"name": name, "datatype": names[array.dtype.name], "shape": list(array.shape)}
+        | ({"parameters": {"binary_data_size": array.nbytes}} if binary else {"data": array.ravel().tolist()})
+        for name, array in given.items()
+    ]
+
+
+async def by_json(served: Served, tokens: int, samples: int) -> list[list[int]]:
+    answer = await served.client.post("/v2/models/m/infer", json={"inputs": described(arrays(tokens, samples))})
+    assert answer.status_code == 200, answer.text
+    return [each["shape"] for each in answer.json()["outputs"]]
+
+
+async def by_binary(served: Served, tokens: int, samples: int) -> list[list[int]]:
+    given = arrays(tokens, samples)
+    document = {"inputs": described(given, binary=True), "parameters": {"binary_data_output": True}}
+    answer = await served.binary(document, b"".join(array.tobytes() for array in given.values()))
+    assert answer.status_code == 200, answer.text
+    found = json.loads(answer.content[: int(answer.headers["inference-header-content-length"])])["outputs"]
+    assert [each["parameters"]["binary_data_size"] for each in found] == [
+        4 * int(np.prod(each["shape"])) for each in found
+    ]
+    return [each["shape"] for each in found]
+
+
+async def by_grpc(served: Served, tokens: int, samples: int) -> list[list[int]]:
+    asked = messages.InferRequest(model_name="m")
+    for each in described(given := arrays(tokens, samples)):
+        asked.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
+        asked.raw_input_contents.append(given[each["name"]].tobytes())
+    return [list(each.shape) for each in (await served.call(asked)).outputs]
+
+
+async def test_every_answer_has_the_size_of_its_own_request_however_sizes_are_mixed(served: Served) -> None:
+    dice = random.Random(44)
+    asked = [(dice.randint(2, 50), dice.choice((1, 1, 3))) for _ in range(60)]
+    ways = [dice.choice((by_json, by_binary, by_grpc)) for _ in asked]
+    answers = await asyncio.gather(*(way(served, *each) for way, each in zip(ways, asked, strict=True)))
+    assert answers == [[[samples, tokens, 2], [2, samples, 3]] for tokens, samples in asked]
+
+
+async def test_a_handle_takes_any_size_in_range(served: Served) -> None:
+    if served.server is None:
+        pytest.skip("a handle reaches dispatchers that are processes of their own")
+    handle = TenutoHandle(served.entry.service.dispatching)  # type: ignore[arg-type]
+    outputs = await handle.infer("m", {"ids": np.arange(7), "state": np.zeros((2, 3), np.float32), "rate": 8000})
+    assert {name: array.shape for name, array in outputs.items()} == {"hidden": (7, 2), "after": (2, 3)}
+    with pytest.raises(InvalidInputError, match=r"'tokens' is 51; the model takes 2 to 50"):
+        await handle.infer("m", {"ids": np.arange(51), "state": np.zeros((2, 3), np.float32), "rate": 8000})
+
+
+async def test_metadata_says_which_dimensions_vary(served: Served) -> None:
+    said = (await served.client.get("/v2/models/m")).json()
+    assert [each["shape"] for each in said["inputs"]] == [[-1, -1], [2, -1, 3], []]
+    assert [each["shape"] for each in said["outputs"]] == [[-1, -1, 2], [2, -1, 3]]
+    configured = (await served.client.get("/v2/models/m/config")).json()
+    assert [each["dims"] for each in configured["input"]] == [[-1], [2, 3], []]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"ids": np.zeros((1, 51), np.int64)}, "'tokens' is 51; the model takes 2 to 50"),
+        ({"ids": np.zeros((1, 1), np.int64)}, "'tokens' is 1; the model takes 2 to 50"),
+        ({"ids": np.zeros((1, 3, 1), np.int64)}, r"shape \[1, 3, 1\]; the model takes \[n, tokens\]"),
+        ({"ids": np.zeros((2, 3), np.int64)}, "disagree on the batch dimension"),
+        ({"state": np.zeros((2, 1, 4), np.float32)}, r"shape \[2, 4\]; the model takes \[2, 3\]"),
+        ({"rate": np.zeros(2, np.int64)}, r"shape \[2\]; the model takes \[\]"),
+    ],
+)
+def test_other_shapes_are_refused_by_the_name_of_what_is_wrong(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRequestError, match=said):
+        reader().read(json.dumps({"inputs": described(arrays(5) | changed)}).encode())
+
+
+def signature(**more: Any) -> ModelSignature:
+    made = (tuple(TensorSignature(**{**each, "shape": tuple(each["shape"])}) for each in some) for some in SIDES)  # type: ignore[arg-type]
+    inputs, outputs = made
+    return ModelSignature("tensor", inputs, outputs, **{"sizes": {"tokens": SizeRange(50, 2)}, **more})
+
+
+SIDES: tuple[list[dict[str, Any]], list[dict[str, Any]]] = (INPUTS, OUTPUTS)
+
+
+def reader() -> RequestReader:
+    interface = ModelInterface.of(signature())
+    return RequestReader(interface.inputs, interface.signature)
+
+
+def test_two_inputs_that_disagree_on_a_size_are_refused_by_its_name() -> None:
+    mask = TensorSignature("mask", "int64", ("tokens",))
+    made = signature()
+    both = ModelInterface.of(ModelSignature("tensor", (*made.inputs, mask), made.outputs, sizes=made.sizes))
+    given = arrays(5) | {"mask": np.ones((1, 6), np.int64)}
+    with pytest.raises(BadRequestError, match="inputs disagree on 'tokens': 5 and 6"):
+        RequestReader(both.inputs, both.signature).read(json.dumps({"inputs": described(given)}).encode())
+
+
+def test_samples_are_cut_along_the_axis_of_their_batch_and_share_what_has_none() -> None:
+    given = arrays(4, 3) | {"state": np.arange(18, dtype=np.float32).reshape(2, 3, 3)}
+    asked = reader().read(json.dumps({"inputs": described(given)}).encode())
+    assert asked.header.sizes == (4,)
+    for sample, (ids, state, rate) in enumerate(asked.parts):
+        assert np.frombuffer(ids.data, np.int64).tolist() == given["ids"][sample].tolist()
+        assert np.frombuffer(state.data, np.float32).tolist() == given["state"][:, sample].ravel().tolist()
+        assert np.frombuffer(rate.data, np.int64).tolist() == [16000]
+
+
+def test_a_body_without_a_json_part_tells_no_shape() -> None:
+    one = TensorSignature("x", "float32", ("n",))
+    made = ModelInterface.of(ModelSignature("tensor", (one,), (), sizes={"n": SizeRange(8)}))
+    with pytest.raises(BadRequestError, match="'x' takes tensors of several sizes"):
+        RequestReader(made.inputs, made.signature).read(bytes(16), 0)
+
+
+def test_a_size_that_cannot_be_padded_must_be_a_multiple() -> None:
+    sizes = {"tokens": SizeRange(48, 0, 16)}
+    with pytest.raises(ValueError, match="'tokens' is 5; the model takes multiples of 16"):
+        signature(sizes=sizes).sizes_of([(5,), (2, 3), ()])
+    ids = TensorSignature("ids", "int64", ("tokens",), pad=0)
+    padded = signature(sizes=sizes)
+    padded = ModelSignature("tensor", (ids, *padded.inputs[1:]), padded.outputs, sizes=sizes)
+    assert padded.padded_sizes == {"tokens"}
+    assert padded.sizes_of([(5,), (2, 3), ()]) == (5,)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tokens": SizeRange(5), "more": SizeRange(5)}])
+def test_a_signature_names_exactly_the_sizes_of_its_inputs(sizes: dict[str, SizeRange]) -> None:
+    with pytest.raises(InvalidInputError, match="exactly the sizes that inputs name: tokens"):
+        signature(sizes=sizes)
+
+
+def test_bodies_may_be_as_large_as_the_largest_size_makes_them() -> None:
+    made = signature()
+    assert most_row_bytes(made.inputs, made.sizes) == 8 * (50 + 6 + 1)
+    told = TensorSignature("boxes", "float32", ("found", 4))
+    assert most_row_bytes([told], made.sizes) == 8 * 50 * 4
