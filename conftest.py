@@ -59,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Take options of this suite."""
     parser.addoption("--image", action="store_true", help="Build the image too, as root, with buildah and mmdebstrap.")
     parser.addoption("--door", action="store_true", help="Run the deep tests of the bytes at the door too.")
+    parser.addoption("--night", action="store_true", help="Run the repetitions that every day's run leaves out too.")
     parser.addoption("--record-durations", action="store_true", help=f"Write into {DURATIONS} how long each file took.")
 
 
@@ -72,25 +73,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 
-    Those are: all that use this run's Ray; all about networks, so that what builds them is imported once; of the others
-    those of one file. So what starts a Ray of its own runs beside those that share one. The group that took longest in
-    the recorded run begins first. In a single process tests without Ray come first and what starts a Ray of its own
-    comes last, so that the shared one is started once.
+    Those are: all that use one of this run's two Rays; all about networks, so that what builds them is imported once;
+    of the others those of one file. So what starts a Ray of its own runs beside those that share one. The group that
+    took longest in the recorded run begins first. In a single process tests without Ray come first and what starts a
+    Ray of its own comes last, so that the shared one is started once.
     """
-    if not config.getoption("--door"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("door")])
-        items[:] = [item for item in items if not item.get_closest_marker("door")]
+    for marker in ("door", "night"):
+        if not config.getoption(f"--{marker}"):
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    recorded = read_durations()
+    rays = _rays(items, recorded)
     for item in items:
         if item.get_closest_marker("image") and not config.getoption("--image"):
             item.add_marker(pytest.mark.skip(reason="takes ten minutes: scripts/test tests/test_image.py --image"))
         if not any(item.get_closest_marker(name) for name in ("ray", "gpu", "image")):
             item.add_marker(pytest.mark.unit)
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
+            item.add_marker(pytest.mark.xdist_group(_group(item, rays)))
     items.sort(key=_uses_ray)
     if hasattr(config, "workerinput"):
         seconds: Counter[str] = Counter()
-        recorded = read_durations()
         for file, group in {(_file(item), _xdist_group(item)) for item in items}:
             seconds[group] += recorded.get(file, 0.0)
         items.sort(key=lambda item: -seconds[_xdist_group(item)])
@@ -123,9 +126,22 @@ def _file(item: pytest.Item) -> str:
     return item.nodeid.split("::")[0]
 
 
-def _group(item: pytest.Item) -> str:
+def _rays(items: list[pytest.Item], recorded: dict[str, float]) -> dict[str, str]:
+    """Return the Ray of each file that uses one of this run's two: the first has the shared deployment; what does not
+    ask that goes to the one that has less to do."""
+    shares = {_file(item) for item in items if _uses_ray(item) in (1, 2)}
+    seconds = {"first Ray": sum(recorded.get(file, 0.0) for file in shares), "second Ray": 0.0}
+    groups = dict.fromkeys(shares, "first Ray")
+    others = {_file(item) for item in items if _uses_ray(item) == 3} - shares
+    for file in sorted(others, key=lambda file: (-recorded.get(file, 0.0), file)):
+        groups[file] = min(seconds, key=lambda group: seconds[group])
+        seconds[groups[file]] += recorded.get(file, 0.0)
+    return groups
+
+
+def _group(item: pytest.Item, rays: dict[str, str]) -> str:
     if 1 <= _uses_ray(item) <= 3:
-        return "ray"
+        return rays[_file(item)]
     return "networks" if _file(item).startswith(WITH_NETWORKS) else _file(item)
 
 

@@ -18,6 +18,7 @@ from tenuto.cli import main
 from tenuto.placement import Arrival, ModelSpec, Plan, PolicyUsed
 from tests.instruments.fake_server import Answer, FakeServer, fake_server
 from tests.instruments.live import LONG_MS, until
+from tests.instruments.local_ray import LocalRay
 
 PLAN = Plan(
     policy=PolicyUsed(name="test"),
@@ -169,33 +170,25 @@ def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.Capt
     assert run(*args, str(tmp_path / "a")) == 2
 
 
-@pytest.mark.parametrize("clients", ["0", pytest.param("2", marks=(pytest.mark.ray, pytest.mark.xdist_group("ray")))])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_writes_the_first_part_and_marks_it(
-    plan_file: str, tmp_path: Path, clients: str, number: int, request: pytest.FixtureRequest
-) -> None:
-    if clients != "0":
-        request.getfixturevalue("local_ray").connect()
-    out = tmp_path / "out"
+def test_interrupting_writes_the_first_part_and_marks_it(plan_file: str, tmp_path: Path, number: int) -> None:
+    interrupt(plan_file, tmp_path / "out", "0", number)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_reaches_clients_on_ray(plan_file: str, tmp_path: Path, number: int, local_ray: LocalRay) -> None:
+    local_ray.connect()
+    interrupt(plan_file, tmp_path / "out", "2", number)
+
+
+def interrupt(plan: str, out: Path, clients: str, number: int) -> None:
+    """Interrupt a run with so many clients on Ray once it sends, and judge what it writes."""
+    command = [sys.executable, "-c", "from tenuto.cli import main; main()", "bench", plan]
+    options = ["--duration-s", "120", "--warmup-s", "0", "--clients", clients, "-o", str(out)]
     with fake_server() as server:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from tenuto.cli import main; main()",
-                "bench",
-                plan_file,
-                "--url",
-                server.url,
-                "--duration-s",
-                "120",
-                "--warmup-s",
-                "0",
-                "--clients",
-                clients,
-                "-o",
-                str(out),
-            ],
+            [*command, "--url", server.url, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -15,14 +15,16 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
-from tests.instruments.live import PATIENCE_S, PORT, bring_up, until
+from tests.instruments.live import PATIENCE_S, bring_up, until
 
 from . import residual_networks
 from .residual_networks import CLASSES, SIDE
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PORT = unused_port()
 
 
 def make_plan(*, merged: bool, tuned: str = "tuned") -> Plan:

@@ -12,16 +12,17 @@ import pytest
 from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.deployments.serve.states import application_states
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal
-from tests.instruments.live import PATIENCE_S, PORT, asking, bring_up, infer, pids, until
+from tests.instruments.live import PATIENCE_S, asking, bring_up, infer, pids, until
 from tests.mps.control_program import fail, install
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
+PORT = unused_port()
 HIT, SPARED = ("n0/0/a", "n0/0/b"), ("n0/1/a", "n0/1/b")
 
 

@@ -12,13 +12,12 @@ from typing import Any
 from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.deployments.serve.states import application_states
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LONG_MS", "PATIENCE_S", "PORT", "asking", "bring_up", "infer", "pids", "post", "until"]
+__all__ = ["LONG_MS", "PATIENCE_S", "asking", "bring_up", "infer", "pids", "post", "until"]
 
-PORT = unused_port()  # of this test process; several may test on one machine
 PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
 LONG_MS = 60_000.0  # a deadline that a busy machine meets too
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
 from tests.deployments.entry.test_generation import BLOCKS, LENGTHS, OPTIONS, SLO, SLOW
-from tests.instruments.live import PORT, bring_up
+from tests.instruments.live import bring_up
 
 __all__ = ["SharedDeployment"]
 
+PORT = unused_port()
 _GENERATES = {"rate_rps": 10, "slo": SLO, "generates": LENGTHS}
 _ON_CPU = {"alpha_ms": 40.0, "beta_ms": 40.0}
 _MODELS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import served_plan
-from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import OUTCOMES
@@ -17,7 +17,7 @@ from tenuto.placement import Cluster, Plan, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 from tests.instruments.fan_out import published
-from tests.instruments.live import PORT, bring_up
+from tests.instruments.live import bring_up
 
 pytestmark = [
     pytest.mark.ray,
@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def url(plan: Plan, launcher: Launcher) -> str:
-    bring_up(launcher, Deployment(plan=plan, port=PORT, executor="emulated").config())
+    bring_up(launcher, Deployment(plan=plan, port=unused_port(), executor="emulated").config())
     return launcher.base_url
 
 

@@ -9,12 +9,14 @@ import pytest
 from tenuto.deployments.process.ray_token import guard_of
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher
-from tests.instruments.live import PORT, bring_up, infer
+from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tests.instruments.live import bring_up, infer
 from tests.instruments.plans import make_plan
 from tests.instruments.sockets import check_sockets, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PORT = unused_port()
 
 
 @pytest.fixture(scope="module")
