@@ -20,7 +20,7 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from tenuto.batching.planning import plan_search
+from tenuto.batching.planning import losses, plan_search
 from tenuto.cli import load_verb, main, verb_names
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.documents import StrictModel, parse_document
@@ -41,6 +41,8 @@ GUIDE = sorted(page for page in PAGES if page.startswith("docs/guide/"))
 OURS = ("tenuto", "tenuto_lab", "tests", "lab")  # top packages of this repository
 QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles")
 LONG = ("--policy tenuto", "http://", "--elastic", "--compare tenuto")
+# Pages whose commands take longest: what they print is compared at night; that they work is tried every day.
+LONG_PAGES = ("docs/guide/ten-models.md", "docs/guide/generating.md")
 MADE_BEFORE = ("cpu.yaml", "more.yaml", "one-each")  # what a page measures, installs, or makes with others' commands
 
 
@@ -272,7 +274,8 @@ def test_quick_commands_work_in_order(page: str, tmp_path: Path, monkeypatch: py
     """With the page's own workload where it has one, the README's otherwise, and the files that are named. Whether
     commands work takes no long trials; what they print is compared where the guide shows it."""
     text = PAGES[page].read_text(encoding="utf-8")
-    monkeypatch.setattr(plan_search, "CONFIRMING", 1)
+    for module in (plan_search, losses):
+        monkeypatch.setattr(module, "CONFIRMING", 1)
     readme = PAGES["README.md"].read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     write_files_of(text, readme)
@@ -343,7 +346,14 @@ def _told(line: str) -> str:
     return re.sub(r"in [\d.]+ s$", "in a while", " ".join(line.split()))
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDE if [*sessions(PAGES[page].read_text("utf-8"))]])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.night] if page in LONG_PAGES else [])
+        for page in GUIDE
+        if [*sessions(PAGES[page].read_text("utf-8"))]
+    ],
+)
 def test_commands_of_the_guide_print_what_it_shows(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line by line in order; `…` stands for lines that are left out."""
     monkeypatch.chdir(tmp_path)

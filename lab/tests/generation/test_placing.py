@@ -55,7 +55,7 @@ def test_muxserve_places_every_model_once_within_memory_and_shares() -> None:
 
 
 def test_the_experiment_scores_three_placements_of_the_same_requests() -> None:
-    sizes = {f"llm-{i}": "llama-7b" if i % 4 else "llama-65b" for i in range(1, 7)}
+    sizes = {f"llm-{i}": "llama-7b" if i % 4 else "llama-65b" for i in (3, 4, 5, 6)}
     rows = [
         [size, gpus, share, batch, tokens, STEPS.prefill_ms(batch * tokens, share), STEPS.decode_ms(batch, 0, share)]
         for size, gpus, share, batch, tokens in itertools.product(

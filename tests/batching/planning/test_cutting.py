@@ -22,6 +22,7 @@ from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import ALL_GPCS, instance_profiles, mig_types
 from tenuto.profiles.shipped import load_shipped
 
+NIGHT = pytest.mark.night
 PROFILES = Profiles([load_shipped("parvagpu-a100")])
 PUBLISHED: dict[str, Any] = load_document(Path(__file__).parents[2] / "data" / "parvagpu.yaml")
 ELASTIC = Cluster.parse("a100-80gb:1:mig", elastic=True)
@@ -73,7 +74,7 @@ def test_layouts_are_full_and_their_instances_do_not_overlap(kind: str) -> None:
             assert not any(set(range(s, s + size.slices)).isdisjoint(slices) for s in size.starts), (layout, name)
 
 
-@pytest.mark.parametrize("scenario", ["s1", "s2", "s4", "s6"])
+@pytest.mark.parametrize("scenario", ["s1", "s2", *(pytest.param(each, marks=NIGHT) for each in ("s4", "s6"))])
 def test_it_takes_fewer_gpus_than_were_published_and_expects_every_model_in_time(scenario: str) -> None:
     plan = plan_of(scenario)
     promised = {name: model.goodput_rps for name, model in plan.expected.models.items()}
@@ -112,7 +113,7 @@ def test_on_too_few_gpus_all_models_get_equal_parts() -> None:
     assert np.abs(served - promised).max() < 0.04
 
 
-@pytest.mark.parametrize("scenario", ["s1", "s4", "s6"])
+@pytest.mark.parametrize("scenario", ["s1", *(pytest.param(each, marks=NIGHT) for each in ("s4", "s6"))])
 def test_instances_have_time_for_what_they_are_planned_with_as_slow_as_the_plan_says_they_are(scenario: str) -> None:
     for gpulet in plan_of(scenario).gpulets:
         works = sum((r.rate_rps or 0.0) * (r.latency_ms or 0.0) / (1000.0 * r.batch_size) for r in gpulet.models)
@@ -136,7 +137,9 @@ def test_where_nothing_was_measured_in_instances_gpus_stay_whole() -> None:
     assert all(gpu.instance is None for gpu in plan.gpus)
 
 
-@pytest.mark.parametrize(("scenario", "times"), [("s1", 0.9), ("s1", 1.1), ("s4", 0.9)])
+@pytest.mark.parametrize(
+    ("scenario", "times"), [("s1", 0.9), *(pytest.param(*each, marks=NIGHT) for each in (("s1", 1.1), ("s4", 0.9)))]
+)
 def test_when_rates_change_by_a_tenth_what_is_cut_stays_so(scenario: str, times: float) -> None:
     before = plan_of(scenario)
     there = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": cut_as(before)}], "elastic": True})
@@ -157,8 +160,10 @@ def test_batches_and_processes_fit_into_the_memory_of_an_instance(policy: str, n
     assert any(gpu.instance is not None for gpu in plan.gpus)
 
 
-@pytest.mark.parametrize("policy", ["tenuto", "parvagpu"])
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "elastic"),
+    [("tenuto", False), pytest.param("tenuto", True, marks=NIGHT), ("parvagpu", False), ("parvagpu", True)],
+)
 def test_a_gpu_that_plans_may_not_cut_stays_whole_beside_those_of_its_type_that_they_may(
     policy: str, elastic: bool
 ) -> None:
