@@ -19,10 +19,11 @@ from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, read_body
 from tenuto.deployments.entry.protocols.texts import ByteTokenizer, FileTokenizer
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
+from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Ending, Generator, StepRan
 from tests.deployments.entry import test_generation
-from tests.deployments.entry.test_generation import SLO, SLOW, Bench
+from tests.deployments.entry.test_generation import SLO, Bench
 from tests.instruments.chat_templates import WHY_NONE, chat_templates, response_template
 from tests.instruments.forking import ROOT
 
@@ -40,6 +41,7 @@ ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gptoss": "<|return|>"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
 LIMITS = GenerationLimits(4000, 256, "the model's positions")
+STEPS = StepCost.line(1.0, 0.0, 0.0, 0.0, 0.0)
 USER = {"role": "user", "content": "Will it rain?"}
 
 
@@ -189,7 +191,7 @@ def test_tools_that_nothing_can_keep_are_refused_by_their_name(folders: dict[str
 def plan(tokenizer: str) -> Plan:
     """One emulated model."""
     lengths = {"prompt_tokens": 20, "output_tokens": 20, "max_sequences": 8, "max_batch_tokens": 4096}
-    replica = {"batch_size": 8, "kv_tokens": 1 << 16, "steps": SLOW.model_dump(mode="json")}
+    replica = {"batch_size": 8, "kv_tokens": 1 << 16, "steps": STEPS.model_dump(mode="json")}
     model = {"name": "slow", "rate_rps": 10, "slo": SLO, "generates": lengths, "options": {"tokenizer": tokenizer}}
     return Plan.from_data(
         {
