@@ -213,12 +213,10 @@ def own_ray(local_ray: LocalRay) -> None:
 def launcher(local_ray: LocalRay) -> Iterator["Launcher"]:
     """A connection to this run's Ray; what a module applies is removed after its last test."""
     from tenuto.deployments.serve.applications import Applications
-    from tenuto.deployments.serve.config import is_ours
 
     local_ray.connect()
     with _launcher() as running:
-        shared = Applications()
-        shared.delete([name for name in shared.states() if is_ours(name)])
+        Applications().delete_ours()
         yield running
 
 

@@ -39,7 +39,6 @@ from tenuto.placement.workload import lacking
 from tenuto.profiles import Profiles
 
 Ground = tuple[Profiles, tuple[Gpu, ...]]
-_GONE_S = 60.0  # limit: for applications to end
 _EMPTIED_S = 130.0  # limit: gateways may use a gpu-let for one more minute; ending takes `UserConfig.ends_s`
 _STARTS_S = 120.0  # limit: for a controller that joins a deployment which has none
 _AWAITED_S = 300.0  # limit: for the change of another command or of the controller
@@ -170,8 +169,7 @@ class Operations:
 
     def preview(self, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
         """Return what going over to another deployment would do; settings in `kept` stay as they run."""
-        running = self.running()
-        return preview_change(running, wanted, kept)
+        return preview_change(self.running(), wanted, kept)
 
     @property
     def base_url(self) -> str:
@@ -246,11 +244,12 @@ class Operations:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Say that the change goes on when the user interrupts the block."""
+        """Say that the change goes on, if the controller has begun it, when the user interrupts the block."""
         try:
             yield
         except KeyboardInterrupt:
-            self._progress(_GOES_ON)
+            if CONTROL_APPLICATION in self.states():
+                self._progress(_GOES_ON)
             raise
 
     def edit(self, make: Callable[[ControllerClient], Edited], *, waits: bool = True) -> str:
@@ -457,8 +456,7 @@ def _remove(applications: Applications, store: Store) -> list[str]:
         from ray.exceptions import ActorDiedError
 
         try:
-            applications.delete(ours)
-            _await_none(lambda: [name for name in applications.states() if name in ours], "end", _GONE_S, time.sleep)
+            applications.delete_ours()
         except ActorDiedError:  # `tenuto serve` saw its deployment removed, and ended its own Ray
             return ours
     _forget_life(store)

@@ -96,6 +96,16 @@ class Applications:
             if group:
                 delete_applications(group)
 
+    def delete_ours(self) -> None:
+        """Drain and remove every application of ours, also those that a controller has brought meanwhile: one that is
+        still starting cannot be told to retire.
+
+        Raises:
+            EnvironmentFaultError: Serve does not remove an application.
+        """
+        while names := {name for name in self.states() if is_ours(name)}:
+            self.delete(names)
+
     def node_names(self) -> frozenset[str]:
         """Return the names of living nodes: their addresses, and their labels as `key=value`.
 

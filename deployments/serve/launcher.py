@@ -28,7 +28,7 @@ from tenuto.deployments.process.ray_address import (
 )
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.applications import Applications, check_nodes
-from tenuto.deployments.serve.config import ServeConfig, is_ours
+from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.discovery import retire_controller
 from tenuto.deployments.serve.states import ApplicationState, serve_client
 from tenuto.deployments.serve.user_config import Listen
@@ -188,8 +188,7 @@ class Launcher:
                 within(_SERVE_ENDS_S, serve_client().shutdown, _SERVE_ENDS_S - 5.0)
                 within(_SERVE_ENDS_S, serve.shutdown)
             elif self._has_begun:
-                running = Applications()
-                running.delete([name for name in running.states() if is_ours(name)])
+                Applications().delete_ours()
         self._has_begun = False
         if self.owns_ray or self._joined_ray:
             with contextlib.suppress(EnvironmentFaultError):

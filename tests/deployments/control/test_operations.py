@@ -75,8 +75,9 @@ def test_what_ends_together_with_its_ray_was_removed(monkeypatch: pytest.MonkeyP
                 raise ActorDiedError
             return {application_name("n0/0/a"): None}
 
-        def delete(self, names: list[str]) -> None:
-            self.deleted = names
+        def delete_ours(self) -> None:
+            self.deleted = list(self.states())
+            self.states()
 
     serve = Ending()
     monkeypatch.setattr(operations, "is_serving", lambda: True)

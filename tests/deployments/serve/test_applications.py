@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.deployments.serve import applications
 from tenuto.deployments.serve.applications import Applications, Deployed, missing_from, nobody_listens
-from tenuto.deployments.serve.config import ENTRY_APPLICATION, ServeConfig
+from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.states import ApplicationState
 from tests.instruments.plans import make_plan
 
 ONE = [(["10.0.0.1"], 2.0)]
@@ -87,3 +89,19 @@ def test_what_serve_deploy_still_builds_is_read_from_what_it_was_given(monkeypat
     assert Applications().deployed() == Deployed(given, by_serve=True)
     details[ENTRY_APPLICATION]["deployments"] = {}  # it may be one that never comes
     assert Applications().deployed() is None
+
+
+def test_what_a_starting_controller_brings_while_it_is_removed_goes_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when `tenuto serve` on a running cluster is interrupted while it starts."""
+    running, brought = {CONTROL_APPLICATION, "foreign"}, [{ENTRY_APPLICATION, "gpulet-n0-0-a"}]
+
+    def delete(names: list[str]) -> None:
+        if CONTROL_APPLICATION in names:
+            running.update(brought.pop())
+        running.difference_update(names)
+
+    monkeypatch.setattr(applications, "retire_controller", lambda _limit_s: None)
+    monkeypatch.setattr(applications, "application_states", lambda: dict.fromkeys(running, ApplicationState("RUNNING")))
+    monkeypatch.setattr(applications, "delete_applications", delete)
+    Applications().delete_ours()
+    assert running == {"foreign"}
