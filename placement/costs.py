@@ -50,7 +50,7 @@ class _Row:
         if key not in self._steps:
             latency, _ = self.latency(share_pct)
             steps = [0.0]
-            for size in range(1, min(most, latency.largest if isinstance(latency, LatencyTable) else most) + 1):
+            for size in range(1, min(most, latency.largest or most) + 1):
                 steps.append(max(steps[-1], latency.at(size)))
             self._steps[key] = tuple(steps)
         return self._steps[key]

@@ -96,6 +96,11 @@ class Expected(StrictModel):
     losses: tuple[ExpectedLoss, ...] = ()
     assumptions: tuple[str, ...] = ()
 
+    @property
+    def price(self) -> float:
+        """What the GPUs cost an hour, or how many they are when a price is not known: plans are compared by it."""
+        return self.gpus_used if self.cost_per_hour is None else self.cost_per_hour
+
 
 @dataclass(frozen=True)
 class GpuletProcess:

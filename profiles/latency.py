@@ -24,6 +24,11 @@ class LinearLatency(StrictModel):
     alpha_ms: PositiveMs
     beta_ms: Annotated[float, Field(ge=0)]
 
+    @property
+    def largest(self) -> int | None:
+        """The largest measured batch size; None, as a line is known for every size."""
+        return None
+
     def at(self, batch_size: int) -> float:
         """Return l(batch_size) in ms."""
         return self.alpha_ms * batch_size + self.beta_ms

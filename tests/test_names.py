@@ -21,7 +21,7 @@ EMPTY_WORDS = {
     "charge": 4,
     "found": 6,
     "here": 3,
-    "kept": 6,
+    "kept": 5,
     "laying": 0,
     "near": 2,
     "there": 2,

@@ -28,6 +28,7 @@ from tenuto.options import option
 from tenuto.outcome import ATTAINED
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import GpuGroup, Node
+from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.policies.parvagpu.parvagpu import ParvaGpu
 from tenuto.placement.watch import PlanningWatch
 from tenuto.placement.workload import Objective
@@ -91,19 +92,13 @@ class JudgedPlan:
         return Counter(gpu.type for gpu in self.plan.gpus if gpu.id in used)
 
     @property
-    def price(self) -> float:
-        """What its GPUs cost an hour, or how many they are where no prices are known."""
-        expected = self.plan.expected
-        return float(expected.gpus_used) if expected.cost_per_hour is None else expected.cost_per_hour
-
-    @property
     def judged(self) -> Judged:
         """The longest trial, or what is expected where there was none."""
         return self.confirmed or self.trial or self.foreseen
 
 
-def order(each: JudgedPlan, judged: Judged, attainment: float | None, *, by_price: bool = False) -> tuple[float, ...]:
-    """Return the place of a candidate among others, the best first.
+def rank_of(each: JudgedPlan, judged: Judged, attainment: float | None, *, by_price: bool = False) -> PlanRank:
+    """Return the rank of a candidate.
 
     First come those that keep every model's attainment: by price; or on GPUs that are given by headroom, that is by how
     busy the busiest gpu-let is. As busy to a tenth, or below half of its time, the one with the fewest gpu-lets comes
@@ -116,10 +111,11 @@ def order(each: JudgedPlan, judged: Judged, attainment: float | None, *, by_pric
         by_price: whether fewer GPUs are better than headroom.
     """
     if attainment is None or not judged.keeps(attainment):
-        return 1.0, -judged.value
-    busiest = float(judged.busy.max())
-    headroom = round(max(busiest, ROOMY), 1), len(each.plan.gpulets), busiest
-    return 0.0, *((each.price,) if by_price else headroom)
+        return PlanRank(misses_attainment=True, lacking_rps=-judged.value)
+    if by_price:
+        return PlanRank(price=each.plan.expected.price)
+    load = float(judged.busy.max())
+    return PlanRank(load_tenths=round(max(load, ROOMY), 1), gpulets=len(each.plan.gpulets), load=load)
 
 
 class PlanSource:
@@ -159,7 +155,7 @@ class PlanSource:
                 made.setdefault((candidate.foreseen.value, len(candidate.plan.gpulets)), candidate)
                 if is_one_enough and candidate.foreseen.keeps(self._options.attainment):
                     break
-        return sorted(made.values(), key=lambda each: order(each, each.foreseen, self._options.aim))
+        return sorted(made.values(), key=lambda each: rank_of(each, each.foreseen, self._options.aim))
 
     def on_cut_gpus(self) -> Iterator[JudgedPlan]:
         """Yield plans on GPUs cut into MIG instances, on an elastic cluster those on the fewest GPUs first, and the
@@ -248,22 +244,21 @@ class PlanSearch:
             return cut
         uncut = self._cheapest() if self._cluster.elastic else self._on_given_gpus()
         both, least = (each for each in (cut, uncut) if each is not None), self._options.attainment
-        return min(both, key=lambda each: order(each, each.judged, least, by_price=True), default=None)
+        return min(both, key=lambda each: rank_of(each, each.judged, least, by_price=True), default=None)
 
     def _first_enough(
         self,
         candidates: Iterable[JudgedPlan],
         judge: Callable[[JudgedPlan, JudgedPlan | None], JudgedPlan | None],
-        place: Callable[[JudgedPlan], tuple[float, ...]],
+        rank: Callable[[JudgedPlan], PlanRank],
     ) -> JudgedPlan | None:
-        """Return the first candidate that is enough once it is judged; where none is, the one that comes first in an
-        order.
+        """Return the first candidate that is enough once it is judged; where none is, the one of the best rank.
 
         Args:
             candidates: to be judged one after the other, until the watch stops the search.
             judge: returns a candidate, with its trials where it was tried, or None if it is not to be had. It gets the
                 best so far.
-            place: the place of a judged candidate in the order.
+            rank: of a judged candidate.
         """
         best: JudgedPlan | None = None
         for candidate in candidates:
@@ -272,7 +267,7 @@ class PlanSearch:
             judged = judge(candidate, best)
             if judged is not None and self._is_enough(judged):
                 return judged
-            if judged is not None and (best is None or place(judged) < place(best)):
+            if judged is not None and (best is None or rank(judged) < rank(best)):
                 best = judged
         return best
 
@@ -300,10 +295,10 @@ class PlanSearch:
             tried = self._tried(each, floor=0.0 if best is None or best.trial is None else best.trial.value)
             return self._confirmed(tried) if tried is not None and tried.judged.keeps(self._options.aim) else tried
 
-        def place(each: JudgedPlan) -> tuple[float, ...]:
-            return *order(each, each.trial or each.foreseen, None), each.price
+        def rank(each: JudgedPlan) -> PlanRank:
+            return rank_of(each, each.trial or each.foreseen, None)._replace(price=each.plan.expected.price)
 
-        best = self._first_enough(starts, judge, place) or starts[0]
+        best = self._first_enough(starts, judge, rank) or starts[0]
         return best if self._watch.is_stopped() else self._confirmed(best)
 
     def _on_cut_gpus(self) -> JudgedPlan | None:
@@ -314,10 +309,9 @@ class PlanSearch:
         def judge(each: JudgedPlan, _best: JudgedPlan | None) -> JudgedPlan:
             return (self.safe(each) if each.foreseen.keeps(least) else None) or each
 
-        def place(each: JudgedPlan) -> tuple[float, ...]:
-            return order(each, each.foreseen, least)
-
-        best = self._first_enough(self.candidates.on_cut_gpus(), judge, place)
+        best = self._first_enough(
+            self.candidates.on_cut_gpus(), judge, lambda each: rank_of(each, each.foreseen, least)
+        )
         return None if best is None else self._confirmed(best)
 
     def _cheapest(self) -> JudgedPlan | None:
@@ -357,7 +351,7 @@ class PlanSearch:
 
     def _first_safe(self, candidates: Iterable[JudgedPlan]) -> JudgedPlan | None:
         """Return the first candidate that stands its trial."""
-        return self._first_enough(candidates, lambda each, _best: self.safe(each), lambda _: ())
+        return self._first_enough(candidates, lambda each, _best: self.safe(each), lambda _: PlanRank())
 
     def _with_more_gpus(self, purchase: _Purchase, start: JudgedPlan) -> Iterator[JudgedPlan]:
         """Yield plans with one GPU of any type more, and with more again of the type that serves most for its price, or
@@ -370,7 +364,7 @@ class PlanSearch:
                 yield from planned
                 for each in planned[:1]:
                     gain = (present.foreseen.value - each.foreseen.value) / price
-                    gains.append((gain, order(each, each.foreseen, 1.0), each))
+                    gains.append((gain, rank_of(each, each.foreseen, 1.0), each))
             before, present = present, min(gains, key=lambda each: each[:2])[2] if gains else present
             if sum(present.bought.values()) <= sum(before.bought.values()):
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 
 from tenuto.batching.planning.cutting import SPARER, CutGpus, CutModel, Cutting, Layout
 from tenuto.errors import InvalidInputError
@@ -18,27 +18,32 @@ AT_MOST = 2.0  # limit: times as many GPUs as a flow needs; where even these do 
 STEP = 50  # fitted: GPUs are added by a fiftieth of them, so that thousands take no longer than some
 
 
-@dataclass(kw_only=True, eq=False)
 class Sliced(Policy):
     """So many GPUs cut into MIG instances, with processes in which models take turns."""
 
     name = "GPUs cut into MIG instances"
     summary = source = "a start of policy tenuto"
-    gpus: int = 1
-    spare: float = 1.0
-    keeps: bool = False  # what is cut now, as far as it goes
+
+    def __init__(self, slicing: Slicing, gpus: int, spare: float, now: Mapping[Layout, int] | None) -> None:
+        """Take the workload on the GPUs that may be cut, how many of these to cut, and the rest of `Cutting.on`."""
+        self.gpus, self._slicing, self._spare, self._now = gpus, slicing, spare, now
+
+    @cached_property
+    def cut(self) -> CutGpus | None:
+        """The GPUs, cut and filled; None where nothing that was measured in an instance fits."""
+        return self._slicing.cutting.on(self.gpus, self._spare, self._now, evens_out=self._slicing.evens_out)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return the plan; models that no instance serves in time go unserved.
+        """Return the plan for the workload and the cluster of `slicing`; models that no instance serves in time go
+        unserved.
 
         Raises:
             InvalidInputError: nothing that was measured in an instance fits.
         """
-        slicing = Slicing(workload, cluster, profiles)
-        cut = slicing.on(self.gpus, self.spare, keeps=self.keeps)
-        if cut is None:
+        del workload, cluster, profiles
+        if self.cut is None:
             raise InvalidInputError("no model fits into a MIG instance. Profile in instances, or raise the SLOs.")
-        return slicing.plan(cut)
+        return self._slicing.plan(self.cut)
 
 
 def ways_to_slice(workload: Workload, cluster: Cluster, profiles: Profiles) -> Iterator[Sliced]:
@@ -51,18 +56,15 @@ def ways_to_slice(workload: Workload, cluster: Cluster, profiles: Profiles) -> I
     each_carries = slicing.cutting.flow(1.0)
     if each_carries <= 0.0:
         return
-    cut_now = (True, False) if slicing.now else (False,)
+    cut_now = (slicing.now, None) if slicing.now else (None,)
     if not cluster.elastic:
-        for keeps in cut_now:
-            yield from (Sliced(gpus=slicing.available, spare=spare, keeps=keeps) for spare in SPARER)
+        yield from (Sliced(slicing, slicing.available, spare, now) for now in cut_now for spare in SPARER)
         return
     fewest = max(1, math.ceil(1.0 / each_carries - 1e-6))
     for gpus in range(fewest, math.ceil(AT_MOST * fewest) + 1, max(1, fewest // STEP)):
-        for keeps in cut_now:
-            for spare in SPARER:
-                cut = slicing.on(gpus, spare, keeps=keeps)
-                if cut is not None and cut.part >= 1.0:
-                    yield Sliced(gpus=gpus, spare=spare, keeps=keeps)
+        for way in (Sliced(slicing, gpus, spare, now) for now in cut_now for spare in SPARER):
+            if way.cut is not None and way.cut.part >= 1.0:
+                yield way
 
 
 class Slicing:
@@ -83,7 +85,7 @@ class Slicing:
                 self._placed = _cut_now(cluster, kind)
                 layouts = (self.cutting.like(size for size, _ in placed) for placed in self._placed.values())
                 self.now = Counter(layout for layout in layouts if layout is not None)
-                self._evens_out = workload.objective == "each"
+                self.evens_out = workload.objective == "each"
                 return
         raise InvalidInputError("no GPU may be cut, or no model was measured in a MIG instance of one.")
 
@@ -91,10 +93,6 @@ class Slicing:
     def available(self) -> int:
         """How many GPUs of a fixed cluster may be cut."""
         return int(self._gpus.pool.left(self._gpus.kind))
-
-    def on(self, gpus: int, spare: float, *, keeps: bool) -> CutGpus | None:
-        """Return so many GPUs cut and filled, see `Cutting.on`; with `keeps` what is cut now stays so."""
-        return self.cutting.on(gpus, spare, self.now if keeps else None, evens_out=self._evens_out)
 
     def plan(self, cut: CutGpus) -> Plan:
         """Return the plan of GPUs that are cut and filled. A GPU that is already cut as it should be stays so."""

@@ -87,7 +87,7 @@ def _with_batch(
         latency = model.latency(share_pct)
     except InvalidInputError:
         return replica
-    largest = getattr(latency, "largest", None) or 4 * replica.batch_size  # limit: of a line, which names no largest
+    largest = latency.largest or 4 * replica.batch_size  # limit: of a line, which names no largest
     size = max(replica.batch_size, min(largest, int(factor * replica.batch_size + 0.999)))  # derived: rounds up
     if size == replica.batch_size or replica.latency is None:
         return replica

@@ -330,7 +330,7 @@ def _pooled_rps(plan: Plan, traffic: Traffic) -> dict[str, float]:
     burst, rates = traffic.burst_rps, traffic.upper_rps
     cost = {r.name: (r.latency_ms or 0.0) / r.batch_size for gpulet in plan.gpulets for r in gpulet.models}
     for together in connected_components([r.name for r in gpulet.models] for gpulet in plan.gpulets):
-        weighted = [cost[name] * burst.get(name, 0.0) for name in together]
+        weighted = [cost[name] * burst.get(name, 0.0) for name in sorted(together)]
         left = math.hypot(*weighted) / sum(weighted) if sum(weighted) > 0.0 else 1.0
         rates |= {name: traffic.mean_rps[name] + left * burst[name] for name in together & burst.keys()}
     return rates

@@ -75,8 +75,8 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Mix:
-    """Gpu-lets that generate by GPU, and the slices beside them."""
+class Colocation:
+    """Both kinds on the same GPUs: the gpu-lets that generate by GPU, and the slices beside them."""
 
     units: tuple[tuple[Gpu, tuple[ShareCapacity, ...]], ...]
     slices: tuple[Slice, ...]
@@ -88,8 +88,8 @@ class Mix:
         return lies, tuple((each.gpu.id, each.kind) for each in self.slices)
 
 
-class Mixing:
-    """A search for a layout on GPUs of one type."""
+class ColocationSearch:
+    """Searches the best colocation of both kinds on GPUs of one type."""
 
     def __init__(
         self,
@@ -126,14 +126,14 @@ class Mixing:
         """Whether each model that generates can lie on one of the GPUs."""
         return all(self._options.values())
 
-    def plan(self, mix: Mix) -> GeneratingPlan:
+    def plan(self, colocation: Colocation) -> GeneratingPlan:
         """Return the gpu-lets that generate."""
-        taken = {each.gpu.id: each.memory_mib / each.gpu.memory_mib for each in mix.slices}
-        laid = [PlacedShare(option, (gpu,)) for gpu, unit in mix.units for option in unit]
+        taken = {each.gpu.id: each.memory_mib / each.gpu.memory_mib for each in colocation.slices}
+        laid = [PlacedShare(option, (gpu,)) for gpu, unit in colocation.units for option in unit]
         memory = {name: 1.0 - part for name, part in taken.items()}
         return self._means.plan(self._specs, laid, memory)
 
-    def best(self, others_weigh: float) -> Mix | None:
+    def best(self, others_weigh: float) -> Colocation | None:
         """Return the layout whose worst served model carries most of its rate; None where nothing fits.
 
         Args:
@@ -143,7 +143,7 @@ class Mixing:
         starts.sort(key=lambda start: start[0], reverse=True)
         climbed = [self._climbed(value, layout, others_weigh) for value, layout in starts[:_CLIMBED]]
         best = max(climbed, key=lambda each: each[0], default=None)
-        return None if best is None else self._mix(best[1])
+        return None if best is None else self._colocation(best[1])
 
     def _starts(self) -> Iterator[_Layout]:
         """Yield layouts to begin with: one gpu-let of each model, and others that are drawn, the same each time."""
@@ -224,11 +224,11 @@ class Mixing:
                 free.append(self._times_s(self._gpus[0].type, left, memory * self._gpus[0].memory_mib))
         times = [
             part * rate / spec.rate_rps
-            for rate, spec, part in zip(carried_rps, self._specs, self._kept(layout), strict=True)
+            for rate, spec, part in zip(carried_rps, self._specs, self._surviving_parts(layout), strict=True)
         ]
         return sorted([*times, self._others_times(free) / weigh])
 
-    def _kept(self, layout: _Layout) -> list[float]:
+    def _surviving_parts(self, layout: _Layout) -> list[float]:
         """Return by model which part of what must survive its gpu-lets keep after the loss of a domain, at most 1."""
         parts = []
         for spec, (count, _) in zip(self._specs, layout.lies, strict=True):
@@ -274,7 +274,7 @@ class Mixing:
         kinds, counts = np.unique(takes, axis=0, return_counts=True)
         return _flow(kinds, counts)
 
-    def _mix(self, layout: _Layout) -> Mix | None:
+    def _colocation(self, layout: _Layout) -> Colocation | None:
         on = self._packed(layout)
         if on is None:
             return None
@@ -289,7 +289,7 @@ class Mixing:
             units.append((gpu, tuple(placed)))
             if unit and left:
                 slices.append(Slice(gpu, left, round(memory * gpu.memory_mib, 3)))
-        return Mix(tuple(units), tuple(slices))
+        return Colocation(tuple(units), tuple(slices))
 
 
 def _takes_s(on: ModelOnGpu | None, share_pct: float, room_mib: float) -> float:
@@ -320,15 +320,17 @@ def _flow(takes: np.ndarray, counts: np.ndarray) -> float:
 class SlicedCluster:
     """A cluster as the others' policy sees it: some of its GPUs are slices, of types of their own with profiles."""
 
-    def __init__(self, cluster: Cluster, mix: Mix, workload: Workload, costs: Costs, profiles: Profiles) -> None:
+    def __init__(
+        self, cluster: Cluster, colocation: Colocation, workload: Workload, costs: Costs, profiles: Profiles
+    ) -> None:
         """Take the cluster, what lies on it, the others with their costs, and the profiles of its types."""
-        self._slices = {each.gpu.id: each for each in mix.slices}
-        full = {gpu.id for gpu, unit in mix.units if unit} - self._slices.keys()
+        self._slices = {each.gpu.id: each for each in colocation.slices}
+        full = {gpu.id for gpu, unit in colocation.units if unit} - self._slices.keys()
         places = [
             self._slices[gpu.id].as_gpu if gpu.id in self._slices else gpu for gpu in cluster.gpus if gpu.id not in full
         ]
         self.cluster = Cluster.of(places)
-        kinds = {each.kind: each for each in mix.slices}
+        kinds = {each.kind: each for each in colocation.slices}
         inline = [spec for spec in workload.models if spec.latency is not None]
         types = [gpu for gpu in cluster.one_of_each.values() if inline]
         rows = {spec.name: f"{spec.name} of the workload" for spec in inline}

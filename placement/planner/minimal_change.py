@@ -124,12 +124,11 @@ class _MinimalChange:
         changes = changes_of(self._old, plan)
         if not self._ends_what_idles:
             changes += len({gpulet.id for gpulet in self._kept.gpulets} - {gpulet.id for gpulet in plan.gpulets})
-        price = expected.gpus_used if expected.cost_per_hour is None else expected.cost_per_hour
         return PlanRank(
             lacking_rps=round(lacking, 6),
             unmet_wishes=len(unmet(plan)),
             changes=changes,
-            price=price,
+            price=expected.price,
             gpus=expected.gpus_used,
         )
 

@@ -34,7 +34,7 @@ from tenuto.placement.planner.completion import (
 )
 from tenuto.placement.planner.fixed_cost import plan_fixed_cost
 from tenuto.placement.planner.generation_packing import Means, buy_generating, by_gpu_type, place_generating
-from tenuto.placement.planner.gpu_slices import Mixing, SlicedCluster
+from tenuto.placement.planner.gpu_slices import ColocationSearch, SlicedCluster
 from tenuto.placement.planner.replica_placement import PlacementContext, arranged
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
@@ -43,7 +43,7 @@ from tenuto.placement.policy import Policy
 from tenuto.profiles import Profiles
 from tenuto.profiles.mig_instances import instance_type_of
 
-_MIXES = 5  # limit: layouts of both kinds that are planned; each takes as long as a plan of the others
+_COLOCATIONS = 5  # limit: layouts of both kinds that are planned; each takes as long as a plan of the others
 _OTHERS_WEIGH = 1.25  # fitted on five random workloads: what closed forms give others over what trials do
 _REWEIGH = 1.3  # fitted: by how much more the kind that falls behind must carry in the next layout
 _FEWER = "both kinds together take fewer GPUs than apart"
@@ -135,7 +135,7 @@ class _MixedWorkload:
         before = _worst_served(apart)
         if before[0] >= ATTAINED:
             return _noted(apart, "models that generate share no GPU with others, as all are in time on GPUs apart")
-        plan = self._mixed(apart, own, cluster)
+        plan = self._colocated(apart, own, cluster)
         part, name = min(_parts_served(plan))
         if _worst_served(plan) == before:
             return _noted(plan, f"models that generate share no GPU with others, as that gives {name} no more")
@@ -146,7 +146,7 @@ class _MixedWorkload:
         note = f"models that generate share GPUs with others, which {more}"
         return _noted(plan, f"{note}; how they slow each other down beyond their shares is not known")
 
-    def _mixed(self, plan: Plan, own: GeneratingPlan, cluster: Cluster) -> Plan:
+    def _colocated(self, plan: Plan, own: GeneratingPlan, cluster: Cluster) -> Plan:
         """Return the plan of both kinds on the same GPUs that serves the worst served model best, or else the given
         one. What runs on several GPUs together stays there, with the models beside it: first only models that no single
         GPU carries, then all of them."""
@@ -158,13 +158,13 @@ class _MixedWorkload:
             left = _without(cluster, stays.gpus)
             for gpus in by_gpu_type(left) if moving else ():
                 elsewhere = [gpu for gpu in left.gpus if gpu not in gpus]
-                mixing = Mixing(moving, gpus, self.others.models, elsewhere, costs, self._means)
-                if mixing.is_possible and _worst_served(plan)[0] < ATTAINED:
-                    plan = max([plan, *self._mixes(stays, mixing, left, cluster, costs)], key=_worst_served)
+                search = ColocationSearch(moving, gpus, self.others.models, elsewhere, costs, self._means)
+                if search.is_possible and _worst_served(plan)[0] < ATTAINED:
+                    plan = max([plan, *self._colocated_plans(stays, search, left, cluster, costs)], key=_worst_served)
         return plan
 
-    def _mixes(
-        self, stays: GeneratingPlan, mixing: Mixing, left: Cluster, cluster: Cluster, costs: Costs
+    def _colocated_plans(
+        self, stays: GeneratingPlan, search: ColocationSearch, left: Cluster, cluster: Cluster, costs: Costs
     ) -> Iterator[Plan]:
         """Yield plans of both kinds on the same GPUs. The kind that falls behind in one of them weighs more in the
         next."""
@@ -172,19 +172,19 @@ class _MixedWorkload:
         policy = self.task.policy.for_worst_served()
         weigh, low, high = _OTHERS_WEIGH, 0.0, math.inf
         tried: dict[object, Plan] = {}
-        for _ in range(_MIXES):
-            mix = mixing.best(weigh)
-            if mix is None or self.task.policy.watch.is_stopped():
+        for _ in range(_COLOCATIONS):
+            colocation = search.best(weigh)
+            if colocation is None or self.task.policy.watch.is_stopped():
                 return
-            if mix.key not in tried:
-                sliced = SlicedCluster(left, mix, self.others, costs, self.task.profiles)
+            if colocation.key not in tried:
+                sliced = SlicedCluster(left, colocation, self.others, costs, self.task.profiles)
                 if not sliced.cluster.gpus:
                     return  # no layout leaves the others room in which they are in time
                 plan = _plan_of_others(PlanTask(policy, sliced.workload, sliced.cluster, sliced.profiles))
-                both = stays.and_then(mixing.plan(mix))
-                tried[mix.key] = self._joined(both, sliced.in_place(plan, cluster), cluster)
-            yield tried[mix.key]
-            part, behind = min(_parts_served(tried[mix.key]))
+                both = stays.and_then(search.plan(colocation))
+                tried[colocation.key] = self._joined(both, sliced.in_place(plan, cluster), cluster)
+            yield tried[colocation.key]
+            part, behind = min(_parts_served(tried[colocation.key]))
             if part >= 1.0:
                 return
             if self.task.workload[behind].generates is None:

@@ -1,4 +1,4 @@
-"""The order of plans that may take the place of a running one."""
+"""The one order of plans: of those that may replace a running one, and of the candidates of policy `tenuto`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from typing import NamedTuple
 
 class PlanRank(NamedTuple):
     """The place of a plan in the order: the smallest is the best plan. Fields count from the first to the last, and
-    requests come first. What a judge does not measure is 0 for all plans."""
+    requests come first. What a judge does not measure is 0 for all plans.
+
+    `does_not_pay`: the change costs more than it gains. `misses_attainment`: some model has too few of its requests in
+    time. `lacking_rps` is what the plan lacks of the requests per second that it has to serve, or less the value that
+    it serves. `unmet_wishes` counts models that do not lie as they ask, or would not
+    survive a loss. `lost_requests` is what the change loses, less what the plan gains within the horizon.
+    `uncarried_rps` is what the plan lacks of the requests per second that may come at once. `changes` counts gpu-lets
+    that start, load a model, or end though they should stay. `price` is what the GPUs cost, or how many they are when
+    no price is known. `stages` are the plans on the way. `load_tenths` is how busy the busiest gpu-let is, to a tenth
+    of its time and at least as busy as leaves headroom enough; each of the `gpulets` is a process; `load` is exact.
+    """
 
     does_not_pay: bool = False
-    """The change costs more than it gains."""
+    misses_attainment: bool = False
     lacking_rps: float = 0.0
-    """What the plan lacks of the requests per second that it has to serve."""
     unmet_wishes: int = 0
-    """Models that do not lie as they ask, or would not survive a loss."""
     lost_requests: float = 0.0
-    """What the change loses, less what the plan gains within the horizon."""
     uncarried_rps: float = 0.0
-    """What the plan lacks of the requests per second that may come at once."""
     changes: int = 0
-    """Gpu-lets that start, load a model, or end though they should stay."""
     price: float = 0.0
-    """What the GPUs cost; where no price is known, how many they are."""
     gpus: int = 0
     stages: int = 0
-    """Plans on the way."""
+    load_tenths: float = 0.0
+    gpulets: int = 0
+    load: float = 0.0

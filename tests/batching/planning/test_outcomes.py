@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.planning.judging import Judged, Worth
-from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, PlanSource, SearchOptions, order
+from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, PlanSource, SearchOptions, rank_of
 from tenuto.placement import Cluster, ModelSpec, Plan, Replica, Workload
 from tenuto.placement.plan import Expected, PlannedGpu, PolicyUsed
 from tenuto.placement.program import Gpulet
@@ -61,7 +61,7 @@ class DrawnCandidates(PlanSource):
 
     def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[JudgedPlan]:
         drawn = self.starts if cluster.elastic else [self._drawn(cluster.counts)]
-        return sorted(drawn, key=lambda each: order(each, each.foreseen, SearchOptions().aim))
+        return sorted(drawn, key=lambda each: rank_of(each, each.foreseen, SearchOptions().aim))
 
     def _drawn(self, counts: Mapping[str, int]) -> JudgedPlan:
         kinds = [kind for kind, count in counts.items() for _ in range(count)] or ["t4"]
@@ -100,4 +100,4 @@ def test_no_start_that_stood_as_much_is_cheaper_whatever_was_expected(seed: int)
         assert not any(drawn.served(each).surely_keeps(LEAST) for each in drawn.starts)
         as_much = [each for each in drawn.starts if drawn.served(each).value >= best.judged.value]
         assert all(drawn.served(each).value == best.judged.value for each in as_much)
-    assert all(best.price <= each.price + 1e-6 for each in as_much)
+    assert all(best.plan.expected.price <= each.plan.expected.price + 1e-6 for each in as_much)
