@@ -202,7 +202,7 @@ class ModelSignature:
         in_front = all(t.axis == 0 and not any(type(d) is str for d in t.shape) for t in tensors)
         return self.batch is None and in_front
 
-    @property
+    @cached_property
     def padded_sizes(self) -> frozenset[str]:
         """The sizes to which inputs may be padded: all tensors that have them can be padded or cut back."""
         firm = {d for t in self.inputs if t.pad is None for d in t.shape}
@@ -261,10 +261,10 @@ class ModelSignature:
 class LoadedModel:
     """A torch module in evaluation mode with its signature: what `build` and a user's own factory return.
 
-    The module is called with one tensor per input, in the signature's order, each with a leading batch dimension, and
-    returns one tensor, or a tuple of tensors in the order of the outputs. Tensors of bytes are numpy arrays of objects,
-    each of them `bytes`. A row of an output must depend only on the
-    same row of the inputs, because requests of different clients share a batch. If there is an `onnx_file`, it runs
+    The module is called with one tensor per input, in the signature's order, each with its batch dimension, and returns
+    one tensor, or a tuple of tensors in the order of the outputs. Tensors of bytes are numpy arrays of objects, each of
+    them `bytes`. A row of an output must depend only on the same row of the inputs, because requests of different
+    clients share a batch; where inputs are padded, not on the padding either. If there is an `onnx_file`, it runs
     instead of the module, which is empty then.
     """
 

@@ -1,33 +1,61 @@
-"""Networks that come as a file: a program of `torch.export` (`.pt2`), or an ONNX model (`.onnx`)."""
+"""Networks that come as a file: a program of `torch.export` (`.pt2`), or an ONNX model (`.onnx`).
+
+A file names its inputs and outputs, their types and their dimensions. Which dimension is the batch follows from these:
+
+- The first dimension of every input varies, or one name stands in all inputs: a batch of any size.
+- The first dimension of all inputs and outputs is the same number: a batch of this size.
+- Otherwise the network has no batch, and each request runs alone.
+
+Every other dimension that varies is a size (`ModelSignature.sizes`), by its name in the file, or, where the file has
+none, by the names of its tensor and its place: `input_1`. Scalars have no batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, one_of, refused
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, SizeRange, TensorSignature
 from tenuto.profiles.networks.import_factory import check_path
+from tenuto.profiles.networks.model_options import BATCH, ShapeOptions
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
+Dimension = int | str | None
+# format: what stands for a name where there is none: what tf2onnx makes up, and with a `?` the symbols of torch.export
+_NO_NAME = re.compile(r"unk__\d+|\?\w+")
+# The inputs of a transformer that looks only where `attention_mask` is 1, so that all of them may be padded.
+_MASKED = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
 
-def load_exported(source: str) -> LoadedModel:
-    """Return the network of a file, with the signature in the file. Its first dimension must be the batch.
+
+@dataclass(frozen=True)
+class _FileTensor:
+    """An input or output as its file describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dimension, ...]
+
+
+def load_exported(source: str, options: ShapeOptions) -> LoadedModel:
+    """Return the network of a file, with the signature in the file.
 
     Raises:
-        InvalidInputError: there is no such file, its place is not allowed, it is of another kind, or it only takes one
-            batch size.
+        InvalidInputError: there is no such file, its place is not allowed, it is of another kind, or nothing says how
+            large its sizes may be.
         EnvironmentFaultError: ONNX Runtime is not installed.
     """
     check_path(source, "source")
     path = Path(source)
     if not path.is_file():
         raise refused("source", source, "no such file", "Give a local .pt2 or .onnx file.")
-    return _onnx(path) if path.suffix == ".onnx" else _exported_program(path)
+    return _onnx(path, options) if path.suffix == ".onnx" else _exported_program(path, options)
 
 
-def _exported_program(path: Path) -> LoadedModel:
+def _exported_program(path: Path, options: ShapeOptions) -> LoadedModel:
     import torch
 
     try:
@@ -37,16 +65,37 @@ def _exported_program(path: Path) -> LoadedModel:
     nodes = {node.name: node for node in program.graph.nodes}
     names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
     inputs, outputs = (
-        tuple(
-            _tensor(path, str(name), nodes[str(name)].meta["val"].dtype, nodes[str(name)].meta["val"].shape)
+        [
+            _FileTensor(
+                str(name),
+                str(value.dtype).removeprefix("torch."),
+                tuple(each if isinstance(each, int) else _symbol(each) for each in value.shape),
+            )
             for name in some
-        )
+            for value in [nodes[str(name)].meta["val"]]
+        ]
         for some in names
     )
-    return LoadedModel(program.module(), ModelSignature("tensor", inputs, outputs, platform="torch.export"))
+    ranges = {_symbol(symbol): _bounds(allowed) for symbol, allowed in program.range_constraints.items()}
+    signature = _signature(path, inputs, outputs, options, {name: r for name, r in ranges.items() if r is not None})
+    return LoadedModel(program.module(), signature)
 
 
-def _onnx(path: Path) -> LoadedModel:
+def _symbol(size: Any) -> str:
+    """Return what stands for a dimension of `torch.export`, which keeps no names: a symbol, or a formula of some."""
+    text = str(size)
+    return f"?{text}" if text.isidentifier() else text
+
+
+def _bounds(allowed: Any) -> SizeRange | None:
+    """Return the range of a symbol of `torch.export`; None for one without an end."""
+    try:
+        return SizeRange(int(allowed.upper), int(allowed.lower))
+    except (OverflowError, TypeError, ValueError):  # infinite
+        return None
+
+
+def _onnx(path: Path, options: ShapeOptions) -> LoadedModel:
     import torch
 
     try:
@@ -58,35 +107,159 @@ def _onnx(path: Path) -> LoadedModel:
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:  # the library's own errors have no other common base
-        raise _unusable(path, error, "Give a complete ONNX model.") from error
+        cure = next((cure for words, cure in _ONNX_CURES.items() if words in str(error)), "Give a complete ONNX model.")
+        raise _unusable(path, error, cure) from error
     inputs, outputs = (
-        tuple(_tensor(path, one.name, ONNX_TYPES.get(one.type, one.type), one.shape) for one in some)
+        [_FileTensor(one.name, ONNX_TYPES.get(one.type, one.type), tuple(one.shape)) for one in some]
         for some in (session.get_inputs(), session.get_outputs())
     )
-    signature = ModelSignature("tensor", inputs, outputs, platform="onnx")
+    signature = _signature(path, inputs, outputs, options, {})
     return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()))
 
 
-def _tensor(path: Path, name: str, dtype: Any, shape: Sequence[Any]) -> TensorSignature:
-    word = str(dtype).removeprefix("torch.")
-    if word not in ONNX_TYPES.values():
-        cure = f"Convert it in the network. Served: {', '.join(sorted(set(ONNX_TYPES.values())))}."
-        raise refused(f"{path}: {name}", word, "is no type served here", cure)
-    if not shape or isinstance(shape[0], int):
-        raise refused(
-            f"{path}: {name}",
-            list(map(str, shape)),
-            "has no batch dimension of any size in front",
-            "Export it with a dynamic first dimension.",
+# What ONNX Runtime says, and what helps.
+_ONNX_CURES = {
+    "is not a registered function/op": "It has an operator that this ONNX Runtime lacks: install a build that has it, "
+    "or export the network without it.",
+    "No opset import": "Export it with an opset.",
+    "guarantees support for models stamped": "Export it with an older opset, or install a newer onnxruntime.",
+    "xternal data": "Its weights lie in files of their own: put them beside it, with the names that it knows them by.",
+    "external_data": "Its weights lie in files of their own: put them beside it, with the names that it knows them by.",
+    "Unsupported model IR version": "Export it with an older onnx, or install a newer onnxruntime.",
+}
+
+
+def _signature(
+    path: Path,
+    inputs: Sequence[_FileTensor],
+    outputs: Sequence[_FileTensor],
+    options: ShapeOptions,
+    ranges: Mapping[str, SizeRange],
+) -> ModelSignature:
+    """Return the signature of a file: where the batch is, which sizes vary and how far, and what may be padded."""
+    for tensor in (*inputs, *outputs):
+        if tensor.dtype not in ONNX_TYPES.values():
+            cure = f"Convert it in the network. Served: {', '.join(sorted(set(ONNX_TYPES.values())))}."
+            raise refused(f"{path}: {tensor.name}", tensor.dtype, "is no type served here", cure)
+    _check_known(path, "shapes", options.shapes, [tensor.name for tensor in (*inputs, *outputs)])
+    _check_known(path, "pad", options.pad, [tensor.name for tensor in inputs])
+    names: dict[str, str] = {}
+    shapes = {t.name: tuple(_named(t, options.shapes.get(t.name), names)) for t in (*inputs, *outputs)}
+    axes, batch = _batch_axes(
+        [shapes[t.name] for t in inputs], [shapes[t.name] for t in outputs], [t.name in options.shapes for t in inputs]
+    )
+    pad = _pads(inputs) | options.pad
+    made = [
+        TensorSignature(
+            t.name,
+            "float32" if t.dtype == "bfloat16" else t.dtype,
+            tuple(d for at, d in enumerate(shapes[t.name]) if at != axis),
+            pad=pad.get(t.name),
+            axis=axis,
         )
-    if not all(isinstance(size, int) for size in shape[1:]):
-        raise refused(
-            f"{path}: {name}",
-            list(map(str, shape)),
-            "has more than one dimension of any size",
-            "Export it with all but the first dimension fixed.",
+        for t, axis in zip((*inputs, *outputs), axes, strict=True)
+    ]
+    taken, given = made[: len(inputs)], made[len(inputs) :]
+    sizes = _sizes(path, taken, options, {names.get(symbol, symbol): allowed for symbol, allowed in ranges.items()})
+    platform = "onnx" if path.suffix == ".onnx" else "torch.export"
+    signature = ModelSignature("tensor", tuple(taken), tuple(given), platform=platform, sizes=sizes, batch=batch)
+    if options.pad and sizes and not signature.padded_sizes:
+        unknown = [
+            f"{t.name} {list(t.shape)}" for t in given if any(isinstance(d, str) and d not in sizes for d in t.shape)
+        ]
+        rule = "leaves outputs that cannot be cut back" if unknown else "leaves inputs of these sizes that have none"
+        cure = (
+            "Name their dimensions after those of the inputs by the option `shapes`." if unknown else "Pad these, too."
         )
-    return TensorSignature(name, "float32" if word == "bfloat16" else word, tuple(shape[1:]))
+        raise refused(f"{path}: pad", "; ".join(unknown) or ", ".join(options.pad), rule, cure)
+    return signature
+
+
+def _check_known(path: Path, key: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise refused(f"options of {path}: {key}", name, "is not in the file", one_of(name, known, "It has:"))
+
+
+def _named(tensor: _FileTensor, given: Sequence[int | str] | None, names: dict[str, str]) -> Iterator[int | str]:
+    """Yield the dimensions of a tensor, each with a name or a number; `names`: those given to symbols that say nothing,
+    by symbol."""
+    if given is not None:
+        if len(given) != len(tensor.shape):
+            raise refused(
+                f"shapes: {tensor.name}", list(given), f"the file has {len(tensor.shape)} dimensions", "Name each."
+            )
+        yield from given
+        return
+    for place, dimension in enumerate(tensor.shape):
+        own = f"{tensor.name}_{place}"
+        if dimension is None or (isinstance(dimension, int) and dimension < 0) or dimension in ("", "?"):
+            yield own
+        elif isinstance(dimension, str) and _NO_NAME.fullmatch(dimension):
+            yield names.setdefault(dimension, own)
+        else:
+            yield dimension
+
+
+def _batch_axes(
+    inputs: Sequence[tuple[int | str, ...]], outputs: Sequence[tuple[int | str, ...]], is_given: Sequence[bool]
+) -> tuple[list[int | None], int | None]:
+    """Return where each input and output has the batch, and the only size of the batch, if it has one. `is_given`: the
+    inputs whose dimensions an option names; their batch is where it says so."""
+    nowhere: list[int | None] = [None] * (len(inputs) + len(outputs))
+    ranked = [(shape, given) for shape, given in zip(inputs, is_given, strict=True) if shape]
+    if not ranked:
+        return nowhere, None
+    firsts = {shape[0] for shape, given in ranked if not given or shape[0] == BATCH}
+    one = BATCH if any(BATCH in shape for shape in (*inputs, *outputs)) else ranked[0][0][0]
+    if len(firsts) and all(isinstance(shape[0], str) and shape[0] in firsts for shape, _ in ranked):
+        batches = firsts
+    elif (
+        isinstance(one, str)
+        and all(shape.count(one) == 1 for shape, _ in ranked)
+        and (one == BATCH or not ranked[0][1])
+    ):
+        batches = {one}
+    elif isinstance(one, int) and not any(is_given) and {s[0] for s in (*inputs, *outputs) if s} == {one}:
+        return [0 if shape else None for shape in (*inputs, *outputs)], one
+    else:
+        return nowhere, None
+    axes: list[int | None] = [
+        next((at for at, dimension in enumerate(shape) if dimension in batches), None) for shape in inputs
+    ]
+    sizes = {d for shape in inputs for d in shape if isinstance(d, str)} - batches
+    for shape in outputs:
+        at = next((at for at, dimension in enumerate(shape) if dimension in batches), None)
+        if at is None and (not shape or isinstance(shape[0], int) or shape[0] in sizes):
+            return nowhere, None
+        axes.append(at or 0)
+    return axes, None
+
+
+def _pads(inputs: Sequence[_FileTensor]) -> dict[str, float]:
+    """Return what inputs may be padded with as far as it is known: those of a transformer with an attention mask."""
+    names = {tensor.name for tensor in inputs}
+    return dict.fromkeys(names, 0.0) if "attention_mask" in names and names <= _MASKED else {}
+
+
+def _sizes(
+    path: Path, inputs: Sequence[TensorSignature], options: ShapeOptions, ranges: Mapping[str, SizeRange]
+) -> dict[str, SizeRange]:
+    """Return the range of every size: of the options, else of the file."""
+    named = list(dict.fromkeys(d for tensor in inputs for d in tensor.shape if isinstance(d, str)))
+    _check_known(path, "sizes", options.sizes, named)
+    sizes = {name: found for name in named if (found := options.sizes.get(name) or ranges.get(name)) is not None}
+    unknown = [name for name in named if name not in sizes]
+    if unknown:
+        shown = ", ".join(f"{name}: {{most: N}}" for name in unknown)
+        flags = " ".join(f"--sizes {name}=N" for name in unknown)
+        raise refused(
+            f"{path}",
+            ", ".join(unknown),
+            "can be of any size, and the file has no largest",
+            f"Say it in the model's options: {{sizes: {{{shown}}}}}, or to `tenuto profile`: {flags}.",
+        )
+    return sizes
 
 
 def _unusable(path: Path, error: Exception, cure: str) -> InvalidInputError:

@@ -53,12 +53,15 @@ class Intake:
         is_other = self._dtype_of(tensor) != tensor.dtype
         if not is_other and (not self._has_layout(tensor) or tensor.is_contiguous(memory_format=self._layout(tensor))):
             return tensor
-        return self.write(self.room(tensor, tensor.shape[0]), tensor)
+        return self.write(self._empty(tensor, tensor.shape), tensor)
 
     def room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """Return memory for a batch of `rows` rows with the shape of the rows of `like`."""
+        return self._empty(like, (rows, *like.shape[1:]))
+
+    def _empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return self._torch.empty(
-            (rows, *like.shape[1:]), dtype=self._dtype_of(like), device=self._device, memory_format=self._layout(like)
+            shape, dtype=self._dtype_of(like), device=self._device, memory_format=self._layout(like)
         )
 
     def write(self, room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.gpu_types import FAST_CAPABILITY
-from tenuto.profiles.networks.catalogue import is_factory
+from tenuto.profiles.networks.catalogue import SizeRange, is_factory
 
 
 class BuildOptions(StrictModel):
@@ -33,6 +33,29 @@ class BuildOptions(StrictModel):
     num_labels: int | None = Field(default=None, ge=1)
     labels: tuple[str, ...] = ()
     tokenizer: str | None = None
+
+
+BATCH = "batch"  # the word for the dimension of the batch in `shapes`
+
+
+class ShapeOptions(StrictModel):
+    """What a file of a network does not say of its shapes.
+
+    `sizes`: how large each size may be: its `most`, or a range of `least`, `most` and `multiple`. `pad`: the value with
+    which an input may be filled up to a longer size. `shapes`: the dimensions of a tensor by name, all of them, with
+    the word `batch` for that of the batch, where the file has no names, other ones, or none of the batch.
+    """
+
+    sizes: dict[str, SizeRange] = Field(default_factory=dict)
+    pad: dict[str, float] = Field(default_factory=dict)
+    shapes: dict[str, tuple[int | str, ...]] = Field(default_factory=dict)
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _numbers_are_the_most(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: {"most": size} if type(size) is int else size for name, size in given.items()}
 
 
 Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt", "vllm"]

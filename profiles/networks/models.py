@@ -27,7 +27,7 @@ from tenuto.profiles.networks.catalogue import (
 from tenuto.profiles.networks.exported import load_exported
 from tenuto.profiles.networks.generating import longest_sequence
 from tenuto.profiles.networks.import_factory import check_path, imported
-from tenuto.profiles.networks.model_options import BuildOptions
+from tenuto.profiles.networks.model_options import BuildOptions, ShapeOptions
 from tenuto.profiles.networks.tokenizer_files import tokenizer_file, tokenizer_place
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def build(
             `.onnx` file.
         weights_path: local `.safetensors` or state dict, or a transformers directory; without it weights are random.
         seed: seed of the random weights; the same seed gives the same weights.
-        options: see `BuildOptions`; for a factory, its keyword arguments.
+        options: see `BuildOptions`; for a file, `ShapeOptions`; for a factory, its keyword arguments.
 
     Raises:
         InvalidInputError: unknown model, wrong options, weights that are unsafe to read or do not fit, or a place that
@@ -151,16 +151,13 @@ def _from_directory(
 
 
 def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:
-    """Load an exported network, which brings its own weights and sizes."""
-    if weights_path is not None or options:
-        given = {**options, **({} if weights_path is None else {"weights_path": weights_path})}
-        raise refused(
-            "model",
-            source,
-            f"an exported network takes no {', '.join(sorted(given))}",
-            "Remove them; only options of how it is run apply.",
-        )
-    return load_exported(source)
+    """Load an exported network, which brings its own weights."""
+    other = sorted(options.keys() - ShapeOptions.model_fields) + ["weights_path"] * (weights_path is not None)
+    if other:
+        rule = f"an exported network takes no {', '.join(other)}"
+        cure = f"Remove them; only {', '.join(ShapeOptions.model_fields)} and options of how it is run apply."
+        raise refused("model", source, rule, cure)
+    return load_exported(source, parse_document(ShapeOptions, options, origin=f"options of {source}"))
 
 
 def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:

@@ -95,12 +95,16 @@ class LoneModel:
                 "CUDA graphs need an NVIDIA GPU; this is a CPU",
                 "Remove the option; `compile: true` works on a CPU.",
             )
-        if not loaded.signature.is_plain:
-            rule = "has sizes that vary, or another batch than of any size in front; these run on emulated GPUs only"
-            raise refused("model", name, rule, "Give it fixed shapes, with a batch of any size in front.")
         if loaded.signature.has_bytes:
-            options = _for_bytes(name, options)
+            options = _plainly_run(name, options, "tensors of bytes, which only PyTorch's plain forward pass can take")
+        elif not loaded.signature.is_plain:
+            why = "no fixed shapes with a batch of any size in front, which these are for"
+            given = replace(options, runtime="torch") if loaded.onnx_file is not None else options
+            if options.pad_batches:
+                raise refused(f"options of {name}", "pad_batches", f"the model has {why}", "Remove this option.")
+            options = replace(_plainly_run(name, given, why), runtime=options.runtime)
         signature = with_pixels(loaded.signature, preferred=options.uint8_input)
+        self._is_plain = signature.is_plain
         self.signatures: Mapping[str, ModelSignature] = {name: signature}
         self.notes: list[str] = []
         self._name = name
@@ -116,7 +120,14 @@ class LoneModel:
         module = loaded.module
         if loaded.onnx_file is not None:
             file = Path(loaded.onnx_file)
-            self._call = run_onnx(file, name, device=device, stream=stream, with_tensorrt=options.runtime == "tensorrt")
+            self._call = run_onnx(
+                file,
+                name,
+                device=device,
+                stream=stream,
+                with_tensorrt=options.runtime == "tensorrt",
+                is_plain=signature.is_plain,
+            )
             self.weights_mib = file.stat().st_size / 2**20
             return
         if options.fold_batch_norms:
@@ -209,6 +220,8 @@ class LoneModel:
         Graphs are captured from the largest down, as the smaller ones fit into the memory of the largest.
         """
         sizes = self._sizes[::-1] if self._options.cuda_graphs else self._sizes
+        if not self._is_plain:  # blank batches have the largest sizes
+            sizes = tuple(sorted({*sizes[:1], *sizes[-1:]}))
         return [{self._name: size} for size in sizes]
 
     @property
@@ -230,19 +243,15 @@ class LoneModel:
         return {}
 
 
-def _for_bytes(name: str, options: ChosenOptions) -> ChosenOptions:
-    """Return the options of a model with tensors of bytes, of which only Python can make others.
+def _plainly_run(name: str, options: ChosenOptions, why: str) -> ChosenOptions:
+    """Return the options of a model that is neither compiled, captured nor converted; the model has `why`.
 
     Raises:
-        InvalidInputError: an option asks for more.
+        InvalidInputError: an option asks for it.
     """
     if options.compile or options.graphs_are_asked_for or options.runtime != "torch":
-        raise refused(
-            f"options of {name}",
-            "compile, cuda_graphs or runtime",
-            "the model has tensors of bytes, which only PyTorch's plain forward pass can take",
-            "Remove these options.",
-        )
+        asked = "compile, cuda_graphs or runtime"
+        raise refused(f"options of {name}", asked, f"the model has {why}", "Remove these options.")
     return replace(options, cuda_graphs=False, fold_batch_norms=False)
 
 

@@ -34,6 +34,7 @@ from tenuto.profiles.networks.inputs import (
 )
 from tenuto.profiles.networks.network import Network
 from tenuto.profiles.networks.preprocess import normalised
+from tenuto.profiles.networks.shaped_runs import ShapedRun, own_outputs, shaped_runs
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +85,7 @@ class Streams:
 
 
 Array = np.ndarray[Any, Any]
+Answer = dict[str, "tuple[torch.Tensor, ...]"]  # the outputs of each model
 Key = tuple[str, str, str]  # the key of a buffer: model, input and dtype
 
 
@@ -100,13 +102,14 @@ class StagedBatch:
     """A batch between `stage` and `finish`. It keeps the memory alive that its copies and kernels still use."""
 
     rows: Mapping[str, int]
-    tensors: dict[str, list[torch.Tensor]]
+    calls: list[dict[str, list[torch.Tensor]]]  # of the network; more than one only where shapes vary
     staging_ms: float
     staged_at_s: float
     slot: _Slot | None = None
     events: tuple[Any, ...] = ()  # copy in begun, ended; kernels begun, ended; copy out ended
-    answers: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    host: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    host: list[Answer] = field(default_factory=list)
+    runs: list[ShapedRun] = field(default_factory=list)  # of a model that is not plain: its only one
 
 
 class ProgramRunner:
@@ -191,6 +194,8 @@ class ProgramRunner:
             return
         rows = self.network.largest_batch if rows is None else rows
         for name, signature in self.signatures.items():
+            if not signature.is_plain:
+                continue
             for pixels in (False, True) if takes_pixels(signature) else (False,):
                 blank = self._blank({name: rows}, pixels=pixels)
                 staged = [self.stage(blank, {name: rows}) for _ in range(self.depth)]
@@ -210,6 +215,8 @@ class ProgramRunner:
         """
         began_s = time.monotonic()
         rows = {name: count for name, count in rows.items() if count}
+        if any(not self.signatures[name].is_plain for name in rows):
+            return self._stage_shaped(inputs, rows, began_s)
         blocks = {
             (name, key, mine[0].dtype.name): mine
             for name in rows
@@ -221,16 +228,14 @@ class ProgramRunner:
                 whole = _as_one(mine)
                 given[name].append(whole if whole.dtype == object else self._torch.from_numpy(whole))
             now_s = time.monotonic()
-            return StagedBatch(rows, given, (now_s - began_s) * 1000.0, now_s)
+            return StagedBatch(rows, [given], (now_s - began_s) * 1000.0, now_s)
         if not self._free:
             raise RuntimeError(f"{self._streams.depth} batches are staged already; finish one first")
         torch, slot, stream = self._torch, self._free.popleft(), self._streams.copy_in
         try:
             filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items() if key[2] != "object"}
             now_s = time.monotonic()
-            # A thread waits for the last event. With few cores it must sleep, as a spinning one takes a whole core.
-            waits = [False] * 4 + [cpu_cores() <= _FEW_CORES]  # format: the events before the last
-            events = tuple(torch.cuda.Event(enable_timing=True, blocking=blocking) for blocking in waits)
+            events = tuple(torch.cuda.Event(enable_timing=True, blocking=blocking) for blocking in self._waits)
             tensors: dict[str, list[Any]] = {name: [] for name in rows}
             with torch.inference_mode(), torch.cuda.stream(stream):
                 events[0].record(stream)
@@ -246,7 +251,34 @@ class ProgramRunner:
         except BaseException:
             self._free.append(slot)
             raise
-        return StagedBatch(rows, tensors, (now_s - began_s) * 1000.0, now_s, slot, events)
+        return StagedBatch(rows, [tensors], (now_s - began_s) * 1000.0, now_s, slot, events)
+
+    def _stage_shaped(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int], began_s: float) -> StagedBatch:
+        """Begin to copy a batch of a model that is not plain, which is alone in its program. Its runs follow each
+        other; on CUDA its inputs are not pinned."""
+        torch, streams = self._torch, self._streams
+        (name,) = rows
+        runs = shaped_runs(self.signatures[name], inputs[name])
+        calls = [{name: [_as_given(torch, array) for array in run.inputs]} for run in runs]
+        now_s = time.monotonic()
+        staging_ms = (now_s - began_s) * 1000.0
+        if streams is None:
+            return StagedBatch(rows, calls, staging_ms, now_s, runs=runs)
+        if not self._free:
+            raise RuntimeError(f"{streams.depth} batches are staged already; finish one first")
+        events = tuple(torch.cuda.Event(enable_timing=True, blocking=each) for each in self._waits)
+        device = torch.device("cuda:0")
+        with torch.inference_mode(), torch.cuda.stream(streams.copy_in):
+            events[0].record(streams.copy_in)
+            calls = [{name: [_on_device(each, device) for each in call[name]]} for call in calls]
+            events[1].record(streams.copy_in)
+        return StagedBatch(rows, calls, staging_ms, now_s, self._free.popleft(), events, runs=runs)
+
+    @property
+    def _waits(self) -> list[bool]:
+        """Which of a batch's events a thread waits for asleep: the last. With few cores it must sleep, as a spinning
+        thread takes a whole core."""
+        return [False] * 4 + [cpu_cores() <= _FEW_CORES]  # format: the events before the last
 
     def launch(self, batch: StagedBatch) -> None:
         """Queue the kernels after those of the batch before, and the copy back after them. On CUDA it does not wait.
@@ -261,13 +293,15 @@ class ProgramRunner:
             with torch.cuda.stream(streams.kernels):
                 streams.kernels.wait_event(copied)
                 begun.record(streams.kernels)
-                batch.answers = self.network(batch.tensors)
+                batch.answers = [self.network(call) for call in batch.calls]
                 ended.record(streams.kernels)
             with torch.cuda.stream(streams.copy_out):
                 streams.copy_out.wait_event(ended)
                 # The memory is new every time: the answer leaves the process from it while the next batch comes back.
-                for name, answer in batch.answers.items():
-                    batch.host[name] = tuple(self._copied_out(each) for each in answer)
+                batch.host = [
+                    {name: tuple(self._copied_out(each) for each in answer) for name, answer in answers.items()}
+                    for answers in batch.answers
+                ]
                 out.record(streams.copy_out)
 
     def _copied_out(self, output: Any) -> Any:
@@ -288,8 +322,8 @@ class ProgramRunner:
         if self._streams is None:
             begun_s = time.monotonic()
             with self._torch.inference_mode():
-                answers = self.network(batch.tensors)
-            outputs = self._outputs(answers, batch.rows)
+                answers = [self.network(call) for call in batch.calls]
+            outputs = self._outputs(answers, batch)
             ended_s = time.monotonic()
             waited_ms = (begun_s - batch.staged_at_s) * 1000.0
             return outputs, BatchTimes(batch.staging_ms, 0.0, waited_ms, (ended_s - begun_s) * 1000.0, 0.0, begun_s)
@@ -304,7 +338,7 @@ class ProgramRunner:
                 ended.elapsed_time(out),
                 batch.staged_at_s + begin.elapsed_time(begun) / 1000.0,
             )
-            return self._outputs(batch.host, batch.rows), times
+            return self._outputs(batch.host, batch), times
         finally:
             self._release(batch)
 
@@ -320,7 +354,7 @@ class ProgramRunner:
 
     def _release(self, batch: StagedBatch) -> None:
         slot, batch.slot = batch.slot, None
-        batch.answers, batch.tensors = {}, {}
+        batch.answers, batch.calls = [], []
         if slot is not None:
             self._free.append(slot)
 
@@ -359,14 +393,25 @@ class ProgramRunner:
         slot.pinned[key] = torch.empty((rows, *shape), dtype=kind, pin_memory=True)
         return slot.pinned[key]
 
-    def _outputs(
-        self, answers: Mapping[str, tuple[torch.Tensor, ...]], rows: Mapping[str, int]
-    ) -> dict[str, list[Arrays]]:
+    def _outputs(self, answers: Sequence[Answer], batch: StagedBatch) -> dict[str, list[Arrays]]:
         """Return host tensors as the arrays of the signatures, without the padding."""
-        return {name: [_as_arrays(self.signatures[name], answers[name], count)] for name, count in rows.items()}
+        rows = batch.rows.items()
+        if not batch.runs:
+            return {name: [_as_arrays(self.signatures[name], answers[0][name], count)] for name, count in rows}
+        ((name, _),) = rows
+        signature = self.signatures[name]
+        arrays = [list(_values_of(signature, answer[name])) for answer in answers]
+        return {name: own_outputs(signature, list(zip(batch.runs, arrays, strict=True)))}
 
 
-def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows: int) -> Arrays:
+def _values_of(signature: ModelSignature, answer: tuple[torch.Tensor, ...]) -> Iterator[Array]:
+    """Yield the outputs of a run in the types of the signature, in the network's layout."""
+    _check_count(signature, answer)
+    for spec, tensor in zip(signature.outputs, answer, strict=True):
+        yield np.asarray(tensor, object) if spec.dtype == BYTES else _numbers(spec, tensor)
+
+
+def _check_count(signature: ModelSignature, answer: tuple[torch.Tensor, ...]) -> None:
     if len(answer) != len(signature.outputs):
         raise refused(
             "signature.outputs",
@@ -374,13 +419,26 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
             f"the model returned {len(answer)} tensors",
             "Name every output of the model in its signature, in order.",
         )
+
+
+def _numbers(spec: TensorSignature, tensor: torch.Tensor) -> Array:
+    """Return an output of numbers in the type of the signature; raises `InvalidInputError` where it does not fit."""
+    is_half = tensor.is_floating_point() and tensor.element_size() < _WHOLE_BYTES  # numpy has no bfloat16
+    try:
+        return fitted((tensor.float() if is_half else tensor).numpy(), spec.dtype)
+    except ValueError as error:
+        rule = f"the model returned another type: {error}"
+        raise refused(f"output {spec.name}", spec.dtype, rule, "Correct the model's signature.") from None
+
+
+def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows: int) -> Arrays:
+    _check_count(signature, answer)
     outputs = {}
     for spec, tensor in zip(signature.outputs, answer, strict=True):
         if spec.dtype == BYTES:
             outputs[spec.name] = _bytes_output(spec, tensor, rows)
             continue
-        is_half = tensor.is_floating_point() and tensor.element_size() < _WHOLE_BYTES  # numpy has no bfloat16
-        array = (tensor.float() if is_half else tensor).numpy()[:rows]
+        array = tensor[:rows]
         if array.shape != (rows, *spec.shape):
             raise refused(
                 f"output {spec.name}",
@@ -388,11 +446,7 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
                 f"the signature says {[rows, *spec.shape]}",
                 "Correct the model's signature.",
             )
-        try:
-            outputs[spec.name] = np.ascontiguousarray(fitted(array, spec.dtype))
-        except ValueError as error:
-            rule = f"the model returned another type: {error}"
-            raise refused(f"output {spec.name}", spec.dtype, rule, "Correct the model's signature.") from None
+        outputs[spec.name] = np.ascontiguousarray(_numbers(spec, array))
     return outputs
 
 
@@ -431,10 +485,24 @@ def _of_one_type(spec: TensorSignature, image: ImageInput | None, blocks: Sequen
     ]
 
 
+def _as_given(torch: Any, array: Array) -> Any:
+    """Return an input of a run as the network takes it."""
+    array = _wrappable(array)
+    return array if array.dtype == object else torch.from_numpy(array)
+
+
+def _on_device(each: Any, device: torch.device) -> Any:
+    return each if isinstance(each, np.ndarray) else each.to(device)
+
+
 def _as_one(blocks: Sequence[Array]) -> Array:
-    """Return blocks as one array that torch may wrap. (It warns about read-only memory, although inference never writes
-    to inputs.)"""
-    array = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    """Return blocks as one array that torch may wrap."""
+    return _wrappable(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
+
+
+def _wrappable(array: Array) -> Array:
+    """Return an array that torch may wrap. (It warns about read-only memory, although inference never writes to
+    inputs.)"""
     if array.flags.writeable and array.flags.c_contiguous and array.flags.aligned:
         return array
     return np.array(array, order="C")

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tenuto.errors import EnvironmentFaultError, first_line, refused
+from tenuto.profiles.networks.catalogue import BYTES, DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -52,14 +55,21 @@ def run_elsewhere(
         return _aot_inductor(module, name, examples, device, sizes)
     providers = _providers(stream, with_tensorrt=runtime == "tensorrt")  # converting takes seconds
     with _as_onnx(module, name, examples) as path:
-        return _OnnxSession(path, name, device, stream, providers)
+        return _OnnxSession(path, name, device, stream, providers, is_plain=True)
 
 
 def run_onnx(
-    path: Path, name: str, *, device: torch.device, stream: torch.cuda.Stream | None, with_tensorrt: bool
+    path: Path,
+    name: str,
+    *,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+    with_tensorrt: bool,
+    is_plain: bool,
 ) -> Call:
-    """Return a function that runs the batches of an ONNX file; see `run_elsewhere`."""
-    return _OnnxSession(path, name, device, stream, _providers(stream, with_tensorrt=with_tensorrt))
+    """Return a function that runs the batches of an ONNX file; see `run_elsewhere`. `is_plain`: as of its signature."""
+    providers = _providers(stream, with_tensorrt=with_tensorrt)
+    return _OnnxSession(path, name, device, stream, providers, is_plain=is_plain)
 
 
 def _aot_inductor(
@@ -113,7 +123,14 @@ class _OnnxSession:
     """A network in ONNX Runtime. On CUDA its kernels run on our stream, on our tensors' memory."""
 
     def __init__(
-        self, path: Path, name: str, device: torch.device, stream: torch.cuda.Stream | None, wanted: Sequence[str]
+        self,
+        path: Path,
+        name: str,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        wanted: Sequence[str],
+        *,
+        is_plain: bool,
     ) -> None:
         import onnxruntime
 
@@ -128,48 +145,95 @@ class _OnnxSession:
         except Exception as error:  # the library's own errors have no other common base
             raise EnvironmentFaultError(f"ONNX Runtime cannot load '{name}': {first_line(error)}.") from error
         self._inputs = [(one.name, ONNX_TYPES[one.type]) for one in self._session.get_inputs()]
-        self._outputs = [(one.name, ONNX_TYPES[one.type], tuple(one.shape[1:])) for one in self._session.get_outputs()]
-        if not all(isinstance(size, int) for _, _, shape in self._outputs for size in shape):
-            raise EnvironmentFaultError(
-                f"ONNX Runtime does not know the size of every output of '{name}'. Remove `runtime` from its options."
-            )
+        self._outputs = [(one.name, ONNX_TYPES[one.type], one.shape) for one in self._session.get_outputs()]
+        self._has_bytes = any(dtype == BYTES for _, dtype, *_ in (*self._inputs, *self._outputs))
+        # Whether the first dimension of every output alone is not known, and is that of every input's, the batch.
+        self._is_plain = is_plain and all(
+            shape and not isinstance(shape[0], int) and all(isinstance(size, int) for size in shape[1:])
+            for _, _, shape in self._outputs
+        )
 
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         """Run a batch."""
         import torch
 
+        if self._has_bytes:
+            return self._run_with_bytes(tensors)
         binding, place = self._session.io_binding(), self._device.type
         # They must stay alive until the batch has run. Requests have no bfloat16: they send float32.
         types = [getattr(torch, dtype) for _, dtype in self._inputs]
         given = [tensor.to(dtype).contiguous() for tensor, dtype in zip(tensors, types, strict=True)]
-        rows = given[0].shape[0]
         for (name, _), tensor in zip(self._inputs, given, strict=True):
             number = ONNX_NUMBERS[str(tensor.dtype)]
             binding.bind_input(name, place, 0, number, tuple(tensor.shape), tensor.data_ptr())
-        answer = []
+        if not self._is_plain:
+            for name, *_ in self._outputs:
+                binding.bind_output(name, place)
+            self._session.run_with_iobinding(binding)
+            made_there = zip(binding.get_outputs(), self._outputs, strict=True)
+            return tuple(_as_tensor(value, dtype) for value, (_, dtype, _) in made_there)
+        rows, answer = given[0].shape[0], []
         for name, dtype, shape in self._outputs:
-            made = torch.empty((rows, *shape), dtype=getattr(torch, dtype), device=self._device)
+            made = torch.empty((rows, *shape[1:]), dtype=getattr(torch, dtype), device=self._device)
             binding.bind_output(name, place, 0, ONNX_NUMBERS[str(made.dtype)], tuple(made.shape), made.data_ptr())
             answer.append(made)
         self._session.run_with_iobinding(binding)
         return tuple(answer)
+
+    def _run_with_bytes(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Run a batch with texts, which ONNX Runtime takes from the host; `InvalidInputError` for what is no UTF-8."""
+        import torch
+
+        given = {}
+        for (name, dtype), tensor in zip(self._inputs, tensors, strict=True):
+            if dtype == BYTES:
+                try:
+                    texts = [each.decode() for each in tensor.flat]
+                except UnicodeDecodeError as error:
+                    raise refused(
+                        f"input {name}", str(error), "is no UTF-8, which ONNX's texts are", "Encode it."
+                    ) from None
+                given[name] = np.array(texts, object).reshape(tensor.shape)
+            else:
+                given[name] = tensor.to(getattr(torch, dtype)).cpu().numpy()
+        answer = self._session.run(None, given)
+        return tuple(
+            np.array([text.encode() for text in made.flat], object).reshape(made.shape)
+            if dtype == BYTES
+            else torch.from_numpy(made)
+            for made, (_, dtype, _) in zip(answer, self._outputs, strict=True)
+        )
+
+
+def _as_tensor(value: Any, dtype: str) -> torch.Tensor:
+    """Return an output that ONNX Runtime allocated, without a copy."""
+    import torch
+
+    made: torch.Tensor = torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
+    return made.view(torch.bool) if dtype == "bool" and made.dtype != torch.bool else made
 
 
 # format: ONNX's numbers of element types, by which the runtime also names bfloat16, and its words for them.
 ONNX_NUMBERS = {
     "torch.float32": 1,
     "torch.uint8": 2,
+    "torch.int8": 3,
+    "torch.uint16": 4,
+    "torch.int16": 5,
     "torch.int32": 6,
     "torch.int64": 7,
+    "torch.bool": 9,
     "torch.float16": 10,
+    "torch.float64": 11,
+    "torch.uint32": 12,
+    "torch.uint64": 13,
     "torch.bfloat16": 16,
 }
 ONNX_TYPES = {
     "tensor(float)": "float32",
-    "tensor(uint8)": "uint8",
-    "tensor(int32)": "int32",
-    "tensor(int64)": "int64",
-    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(string)": BYTES,
+    **{f"tensor({word})": word for word in DTYPES if word not in ("float32", "float64")},
     "tensor(bfloat16)": "bfloat16",
 }
 

@@ -195,8 +195,10 @@ def load_joint_network(
 
 
 def _built_to_merge(name: str, build: Callable[[], LoadedModel]) -> LoadedModel:
-    """Return a model that is to run as one with others; raises `InvalidInputError` for one with tensors of bytes."""
+    """Return a model that is to run as one with others; raises `InvalidInputError` for one that cannot."""
     loaded = build()
     if loaded.signature.has_bytes:
         raise refused("model", name, "has tensors of bytes, so that it merges with no other", CURE)
+    if not loaded.signature.is_plain:
+        raise refused("model", name, "has no fixed shapes with a batch in front, so that it merges with no other", CURE)
     return loaded

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,3 +200,45 @@ def test_bodies_may_be_as_large_as_the_largest_size_makes_them() -> None:
     assert most_row_bytes(made.inputs, made.sizes) == 8 * (50 + 6 + 1)
     told = TensorSignature("boxes", "float32", ("found", 4))
     assert most_row_bytes([told], made.sizes) == 8 * 50 * 4
+
+
+def indexed(folder: Path) -> str:
+    """An ONNX model that takes elements of `x` at places, and fails where there is no such place."""
+    onnx = pytest.importorskip("onnx")
+    make, number = onnx.helper, onnx.TensorProto
+    nodes = [make.make_node("GatherElements", ["x", "places"], ["y"], axis=1)]
+    shapes = {"x": (number.FLOAT, ["batch", "n"]), "places": (number.INT64, ["batch", "k"])}
+    inputs = [make.make_tensor_value_info(name, *typed) for name, typed in shapes.items()]
+    outputs = [make.make_tensor_value_info("y", number.FLOAT, ["batch", "k"])]
+    opset = make.make_opsetid("", 17)
+    made = make.make_model(make.make_graph(nodes, "net", inputs, outputs), opset_imports=[opset], ir_version=9)
+    onnx.save(made, folder / "net.onnx")
+    return str(folder / "net.onnx")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_file_answers_mixed_sizes_and_one_bad_request_never_harms_its_batch(
+    streaming: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    served, dice = Served(), np.random.default_rng(44)
+    options = {"sizes": {"n": 40, "k": 5}, "pad": {"x": 0, "places": 0}}
+    made = make_plan("cpu", source=indexed(tmp_path), options=options)
+    await served.start(Plan.from_data({**made.to_data(), "streaming": streaming}))
+
+    async def ask(number: int) -> None:
+        n, k = int(dice.integers(1, 41)), int(dice.integers(1, 6))
+        x, places = dice.random((1, n), np.float32), dice.integers(0, n, (1, k))
+        is_bad = number % 7 == 3
+        given = {"x": x, "places": places + 1000 * is_bad}
+        answer = await served.client.post("/v2/models/m/infer", json={"inputs": described(given)})
+        if is_bad:
+            assert answer.status_code == 500
+            assert "running 'm' failed" in answer.json()["error"]
+            return
+        (output,) = answer.json()["outputs"]
+        assert output["shape"] == [1, k]
+        np.testing.assert_array_equal(np.float32(output["data"]), x[0, places[0]])
+
+    await asyncio.gather(*map(ask, range(40)))
+    await served.close()

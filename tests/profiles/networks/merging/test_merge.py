@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
 from tenuto.profiles.networks.merging.report import MergeReport
 from tests.instruments.mergeable import Attention, Convolutional
@@ -24,8 +23,7 @@ class Branching(torch.nn.Module):
 
 
 def signature(*shape: int) -> ModelSignature:
-    tensor = SimpleNamespace(name="x", dtype="float32", shape=shape, below=None)
-    return cast(ModelSignature, SimpleNamespace(inputs=(tensor,)))
+    return ModelSignature("tensor", (TensorSignature("x", "float32", shape),), ())
 
 
 class OneConvolution(torch.nn.Module):
