@@ -247,9 +247,9 @@ class Cluster(StrictModel):
     @classmethod
     def of(cls, gpus: Iterable[Gpu]) -> Cluster:
         """Return the fixed cluster of these GPUs, for example of those that are left of another cluster."""
-        found = cls()
-        found._given = tuple(gpus)
-        return found
+        cluster = cls()
+        cluster._given = tuple(gpus)
+        return cluster
 
     @model_validator(mode="after")
     def _unique_nodes(self) -> Cluster:
@@ -277,47 +277,47 @@ class Cluster(StrictModel):
         if not any(gpu.mig == "managed" and gpu.instance is not None for gpu in self.gpus):
             return self
         given = {gpu.device: whole_of(gpu) if gpu.mig == "managed" else gpu for gpu in self.gpus}
-        found = self.model_copy()
-        found._given = tuple(given.values())
-        return found
+        cluster = self.model_copy()
+        cluster._given = tuple(given.values())
+        return cluster
 
     @property
     def as_cut(self) -> Cluster:
         """This cluster with the MIG layouts that it has: plans may cut none of its GPUs."""
         if not any(gpu.mig == "managed" for gpu in self.gpus):
             return self
-        found = self.model_copy()
+        cluster = self.model_copy()
         fixed = {True: "fixed", False: None}
-        found._given = tuple(gpu.model_copy(update={"mig": fixed[gpu.instance is not None]}) for gpu in self.gpus)
-        return found
+        cluster._given = tuple(gpu.model_copy(update={"mig": fixed[gpu.instance is not None]}) for gpu in self.gpus)
+        return cluster
 
     def cut_as(self, places: Iterable[Placed]) -> Cluster:
         """Return this cluster with the layouts of a plan, on those GPUs that plans may cut and on GPUs that were
         bought. `places` are the plan's GPUs and instances."""
-        wanted, there = list(places), {(gpu.id, gpu.type) for gpu in self.gpus}
-        if all(each.instance is None or (each.id, each.type) in there for each in wanted):
+        planned, present = list(places), {(gpu.id, gpu.type) for gpu in self.gpus}
+        if all(each.instance is None or (each.id, each.type) in present for each in planned):
             return self
         whole = {gpu.id: gpu for gpu in self.uncut.gpus if gpu.mig == "managed"}
         by_type = {gpu.type: gpu for gpu in reversed(whole.values())}
         made: dict[str, list[Gpu]] = {}
-        for each in wanted:
+        for each in planned:
             place, mig = each.instance, each.cut_as
-            if place is not None and mig is not None and (each.id, each.type) not in there:
+            if place is not None and mig is not None and (each.id, each.type) not in present:
                 gpu = whole.get(place.gpu) or by_type.get(mig.base)
                 if gpu is not None and mig.profile in instance_profiles(mig.base):
                     device = gpu.model_copy(update={"id": place.gpu, "uuid": place.gpu_uuid})
                     made.setdefault(place.gpu, []).append(device.cut(mig.profile, place.start))
         given: dict[str, list[Gpu]] = {}
-        stays = {(each.id, each.type) for each in wanted}
+        stays = {(each.id, each.type) for each in planned}
         for gpu in self.gpus:
-            kept = given.setdefault(gpu.device, [])
+            on_device = given.setdefault(gpu.device, [])
             if gpu.device not in made or (gpu.id, gpu.type) in stays:
-                kept.append(gpu)
+                on_device.append(gpu)
         for name, gpus in made.items():
             given.setdefault(name, []).extend(gpus)
-        found = self.model_copy()
-        found._given = tuple(gpu for there in given.values() for gpu in there)
-        return found
+        cluster = self.model_copy()
+        cluster._given = tuple(gpu for gpus in given.values() for gpu in gpus)
+        return cluster
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
@@ -337,10 +337,10 @@ class Cluster(StrictModel):
     @property
     def one_of_each(self) -> dict[str, Gpu]:
         """The first GPU of each type, by type in file order."""
-        found: dict[str, Gpu] = {}
+        first_of: dict[str, Gpu] = {}
         for gpu in self.gpus:
-            found.setdefault(gpu.type, gpu)
-        return found
+            first_of.setdefault(gpu.type, gpu)
+        return first_of
 
     @property
     def counts(self) -> dict[str, int]:
@@ -386,7 +386,7 @@ class Cluster(StrictModel):
 
 @lru_cache(maxsize=16)
 def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple[Gpu, ...]:
-    found = []
+    gpus = []
     for node in nodes:
         index = 0
         for group in node.gpus:
@@ -407,11 +407,11 @@ def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple
                     mig=group.mig,
                 )
                 for each in group.instances:
-                    found.append(gpu.cut(each.profile, each.start).model_copy(update={"uuid": each.uuid}))
+                    gpus.append(gpu.cut(each.profile, each.start).model_copy(update={"uuid": each.uuid}))
                 if not group.instances:
-                    found.append(gpu)
+                    gpus.append(gpu)
                 index += 1
-    return tuple(gpu for gpu in found if {gpu.id, gpu.device}.isdisjoint(left_out)) if left_out else tuple(found)
+    return tuple(gpu for gpu in gpus if {gpu.id, gpu.device}.isdisjoint(left_out)) if left_out else tuple(gpus)
 
 
 def whole_of(gpu: Gpu) -> Gpu:

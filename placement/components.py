@@ -21,7 +21,7 @@ def connected_components(groups: Iterable[Iterable[T]]) -> list[set[T]]:
     for group in groups:
         tops = [top(above.setdefault(member, member)) for member in group]
         above.update((other, tops[0]) for other in tops)
-    found: dict[T, set[T]] = {}
+    components: dict[T, set[T]] = {}
     for member in above:
-        found.setdefault(top(member), set()).add(member)
-    return list(found.values())
+        components.setdefault(top(member), set()).add(member)
+    return list(components.values())

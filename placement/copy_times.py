@@ -40,11 +40,11 @@ def _copies_ms(plan: Plan, replica: Replica) -> float:
     if not plan.streaming:
         return 0.0
     options = plan.model(replica.name).options
-    found = 0.0
+    total_ms = 0.0
     for key, planned in (("copy_in_ms", replica.copy_in_ms), ("copy_out_ms", replica.copy_out_ms)):
         value = options.get(key, planned)
-        found += float(value) if isinstance(value, int | float) else 0.0  # a wrong value is refused where it is used
-    return found
+        total_ms += float(value) if isinstance(value, int | float) else 0.0  # a wrong value is refused where it is used
+    return total_ms
 
 
 def longest_copies_ms(plan: Plan) -> float:

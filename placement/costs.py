@@ -40,10 +40,10 @@ class _Row:
                 self._latency[share_pct] = latency_on_share(self.profile, share_pct, EVERY_RULE)
             except MissingProfileError as error:
                 self._latency[share_pct] = error
-        found = self._latency[share_pct]
-        if isinstance(found, MissingProfileError):
-            raise found
-        return found
+        latency = self._latency[share_pct]
+        if isinstance(latency, MissingProfileError):
+            raise latency
+        return latency
 
     def steps(self, share_pct: float, most: int) -> Steps:
         key = (share_pct, most)
@@ -178,15 +178,15 @@ def costs_of(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[s
     A type on which a model was not measured is left out.
     """
     rows: dict[int, _Row] = {}
-    found: dict[str, dict[str, ModelOnGpu]] = {}
+    costs: dict[str, dict[str, ModelOnGpu]] = {}
     one_of_each = cluster.one_of_each
     for spec in workload.models:
-        found[spec.name] = {}
+        costs[spec.name] = {}
         for kind, gpu in one_of_each.items():
             try:
                 profile = profile_of(spec, kind, profiles)
             except InvalidInputError:
                 continue
             row = rows.setdefault(id(profile), _Row(profile))
-            found[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row)
-    return found
+            costs[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row)
+    return costs

@@ -266,7 +266,7 @@ class _Trying:
 
     def _costs_per_hour(self) -> dict[str, float] | None:
         """Return each model's part of the price of the GPUs in use. The parts add up to that price."""
-        found = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
+        costs = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
         places = {gpulet.id: place for place, gpulet in enumerate(self._plan.gpulets)}
         by_gpu, together = self._plan.by_gpu(), dict[str, list[tuple[Gpulet, float]]]()
         for gpu in self._plan.gpus:
@@ -278,8 +278,8 @@ class _Trying:
             held = sum(share for _, share in gpulets)
             for gpulet, share in gpulets:
                 for name, part in self._work(places[gpulet.id]).items():
-                    found[name] += (price or 0.0) * share / held * part
-        return found
+                    costs[name] += (price or 0.0) * share / held * part
+        return costs
 
     def _work(self, place: int) -> dict[str, float]:
         """Return each model's part of the work on a gpu-let. The parts add up to 1; without work they are equal."""

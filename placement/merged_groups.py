@@ -19,7 +19,7 @@ def group_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origi
     A group's models are resident on its gpu-let, have a network to merge, and belong to one group. They share one
     queue, so every gpu-let that holds one of them holds all.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     seen: set[str] = set()
     for index, gpulet in enumerate(gpulets):
         resident = {replica.name for replica in gpulet.models}
@@ -30,18 +30,18 @@ def group_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origi
                 if name not in resident:
                     known = ", ".join(sorted(resident)) or "(none)"
                     rule = f"no such model on gpu-let {gpulet.id}"
-                    found.append(Problem(where, name, rule, f"Resident there: {known}."))
+                    problems.append(Problem(where, name, rule, f"Resident there: {known}."))
                 elif counts[name] > 1:
-                    found.append(Problem(where, name, "is in two merged groups", "Keep it in one of them."))
+                    problems.append(Problem(where, name, "is in two merged groups", "Keep it in one of them."))
                     counts[name] = 1
             if isinstance(group.latency, LatencyTable) and (group.batch_size or 0) > group.latency.largest:
                 rule = f"above the largest batch of its latency ({group.latency.largest})"
                 cure = "Lower it, or measure larger batches with `tenuto merge -o`."
-                found.append(Problem(f"{where}.batch_size", group.batch_size, rule, cure))
+                problems.append(Problem(f"{where}.batch_size", group.batch_size, rule, cure))
             if group.name not in seen and resident.issuperset(group.models):
                 seen.add(group.name)  # a plan may hold one group on thousands of gpu-lets
-                found += _problems_of_group(gpulets, models, group.models, where)
-    return found
+                problems += _problems_of_group(gpulets, models, group.models, where)
+    return problems
 
 
 def _problems_of_group(
@@ -49,15 +49,15 @@ def _problems_of_group(
 ) -> list[Problem]:
     """Return what is wrong with a group on any gpu-let."""
     rule, cure = "has no network to merge: no source, and not in the catalogue", "Give its `source`, or remove it."
-    found = [Problem(where, spec.name, rule, cure) for spec in models if spec.name in group and not has_network(spec)]
+    faults = [Problem(where, spec.name, rule, cure) for spec in models if spec.name in group and not has_network(spec)]
     apart = why_apart(gpulets, group)
     if apart:
-        found.append(Problem(where, program_name(group), apart, "Merge them wherever they are, or nowhere."))
+        faults.append(Problem(where, program_name(group), apart, "Merge them wherever they are, or nowhere."))
     elif not all(_merges(gpulet, group) for gpulet in gpulets):
         rule = "is merged on one gpu-let and not on another, but both share one queue"
         cure = "Give every gpu-let that holds these models the same `merge`."
-        found.append(Problem(where, program_name(group), rule, cure))
-    return found
+        faults.append(Problem(where, program_name(group), rule, cure))
+    return faults
 
 
 def _merges(gpulet: Gpulet, models: Sequence[str]) -> bool:
@@ -68,15 +68,15 @@ def _merges(gpulet: Gpulet, models: Sequence[str]) -> bool:
 
 def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
     """Return why models cannot share one queue: some gpu-let holds some of them but not all. None when they can."""
-    wanted, hosts = set(models), []
+    together, hosts = set(models), []
     for gpulet in gpulets:
-        held = wanted & {replica.name for replica in gpulet.models}
+        held = together & {replica.name for replica in gpulet.models}
         if held:
             hosts.append((gpulet.id, held))
-    missing = wanted - {name for _, held in hosts for name in held}
+    missing = together - {name for _, held in hosts for name in held}
     if missing:
         return f"{', '.join(sorted(missing))} is on no gpu-let"
-    partly = [(place, held) for place, held in hosts if held != wanted]
+    partly = [(place, held) for place, held in hosts if held != together]
     if not partly:
         return None
     shown = "; ".join(f"{place} holds {', '.join(sorted(held))}" for place, held in partly[:3])
@@ -86,11 +86,11 @@ def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
 
 def why_unmergeable(models: Iterable[ModelSpec]) -> str | None:
     """Return why models cannot be merged: one has no network, or options that a merged program lacks."""
-    asked = list(models)
-    without = [spec.name for spec in asked if not has_network(spec)]
+    specs = list(models)
+    without = [spec.name for spec in specs if not has_network(spec)]
     if without:
         return f"{', '.join(without)} has no network to merge; give its `source`"
-    refused = [f"`{key}: {value}` of {s.name}" for s in asked for key, value in unmergeable_options(s.options).items()]
+    refused = [f"`{key}: {value}` of {s.name}" for s in specs for key, value in unmergeable_options(s.options).items()]
     return f"a merged program knows no {', no '.join(refused)}" if refused else None
 
 

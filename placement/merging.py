@@ -241,7 +241,7 @@ class _Maker:
 
     def measured_groups(self) -> list[tuple[str, ...]]:
         """Return the groups with a profile row on the type of a GPU that holds them, the largest first."""
-        found: set[tuple[str, ...]] = set()
+        groups: set[tuple[str, ...]] = set()
         for kind, replicas in self._on_each_gpu():
             names = {replica.name: replica.name for replica in replicas}
             held = {self.workload[name].profile_row: name for name in names} | names
@@ -249,16 +249,16 @@ class _Maker:
                 parts = row.split("+")
                 models = {held[part] for part in parts if part in held}
                 if len(parts) > 1 and len(models) == len(parts):
-                    found.add(tuple(sorted(models)))
-        return sorted(found, key=lambda models: (-len(models), models))
+                    groups.add(tuple(sorted(models)))
+        return sorted(groups, key=lambda models: (-len(models), models))
 
     def _on_each_gpu(self) -> list[tuple[str, list[Replica]]]:
         """Return type and replicas of every GPU; those of GPUs that hold the same models once."""
-        found: dict[tuple[str, tuple[str, ...]], list[Replica]] = {}
+        replicas_of: dict[tuple[str, tuple[str, ...]], list[Replica]] = {}
         for gpu, gpulets in self.plan.by_gpu().items():
             replicas = [replica for gpulet in gpulets for replica in self._replicas(gpulet)]
-            found.setdefault((self.types[gpu], tuple(replica.name for replica in replicas)), replicas)
-        return [(kind, replicas) for (kind, _), replicas in found.items()]
+            replicas_of.setdefault((self.types[gpu], tuple(replica.name for replica in replicas)), replicas)
+        return [(kind, replicas) for (kind, _), replicas in replicas_of.items()]
 
     def _replicas(self, gpulet: Gpulet) -> list[Replica]:
         """Return the replicas of models of the workload; others are a fault that `check_plan` reports."""
@@ -281,9 +281,9 @@ class _Maker:
                 name = program_name(models)
                 if len(models) > 1 and not {name, self._by_rows(models)} & known.keys() and name not in noted:
                     noted.add(name)
-                    asked = " ".join(f"{m}={self.workload[m].network}" for m in sorted(models))
+                    members = " ".join(f"{m}={self.workload[m].network}" for m in sorted(models))
                     self.notes.append(
-                        f"{name} could be one program, but was not measured: `tenuto merge {asked} -o FILE`, "
+                        f"{name} could be one program, but was not measured: `tenuto merge {members} -o FILE`, "
                         "and give FILE with --profiles"
                     )
 

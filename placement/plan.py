@@ -40,9 +40,9 @@ class PlannedGpu(Placed):
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
         """Return the plan's entry for a GPU of the cluster."""
-        found = cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour"}))
+        planned = cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour"}))
         usual = gpu.memory_mib in (0.0, memory_mib_of(gpu.type))
-        return found if usual else found.model_copy(update={"memory_mib": gpu.memory_mib})
+        return planned if usual else planned.model_copy(update={"memory_mib": gpu.memory_mib})
 
     @property
     def known_mib(self) -> float | None:
@@ -149,8 +149,8 @@ class Plan(StrictModel):
     @property
     def workload(self) -> Workload:
         """The workload of the plan, as far as the plan records it."""
-        kept = {name: getattr(self, name) for name in ("models", "applications", "objective", "mps", "streaming")}
-        return Workload.model_validate(kept)
+        fields = {name: getattr(self, name) for name in ("models", "applications", "objective", "mps", "streaming")}
+        return Workload.model_validate(fields)
 
     def model(self, name: str) -> ModelSpec:
         """Return the workload entry of a model; KeyError if the plan does not know it."""
@@ -169,11 +169,11 @@ class Plan(StrictModel):
 
         It goes over the plan only once, as plans may have thousands of GPUs.
         """
-        found: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in self.gpus}
+        gpulets_of: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in self.gpus}
         for gpulet in self.gpulets:
             for gpu in gpulet.gpus:
-                found.setdefault(gpu, []).append(gpulet)
-        return found
+                gpulets_of.setdefault(gpu, []).append(gpulet)
+        return gpulets_of
 
     @property
     def used_gpus(self) -> tuple[str, ...]:
@@ -183,9 +183,9 @@ class Plan(StrictModel):
     def processes(self) -> dict[str, GpuletProcess]:
         """Return the process of each gpu-let, by the id of the gpu-let."""
         gpus, held = {gpu.id: gpu for gpu in self.gpus}, self.by_gpu().items()
-        found = [(name, g, process) for name, there in held for g, process in self.processes_on(gpus[name], there)]
-        joins = {g.id for _, g, process in found if process.cuda_mps}
-        return {g.id: replace(process, cuda_mps=g.id in joins) for name, g, process in found if name == g.gpu}
+        placed = [(name, g, process) for name, gpulets in held for g, process in self.processes_on(gpus[name], gpulets)]
+        joins = {g.id for _, g, process in placed if process.cuda_mps}
+        return {g.id: replace(process, cuda_mps=g.id in joins) for name, g, process in placed if name == g.gpu}
 
     def processes_on(self, gpu: PlannedGpu, gpulets: Sequence[Gpulet]) -> list[tuple[Gpulet, GpuletProcess]]:
         """Return what the processes of gpu-lets would be if they shared a GPU, which may be outside the plan.
@@ -204,8 +204,8 @@ class Plan(StrictModel):
 
     def devices(self, gpu_ids: Iterable[str]) -> tuple[str, ...]:
         """Return the physical GPUs of some GPUs and MIG instances of the plan, each once, in the order of the plan."""
-        wanted = {*gpu_ids}
-        return tuple(dict.fromkeys(gpu.device for gpu in self.gpus if gpu.id in wanted))
+        ids = {*gpu_ids}
+        return tuple(dict.fromkeys(gpu.device for gpu in self.gpus if gpu.id in ids))
 
     def hosts_of(self, model: str) -> tuple[Gpulet, ...]:
         """Return the gpu-lets on which a model is resident."""
@@ -268,8 +268,8 @@ class Plan(StrictModel):
     def check_references(self, origin: str = "plan") -> None:
         """Raise `InvalidInputError` with every rule that the gpu-lets break; see `tenuto.placement.rules`."""
         types = {gpu.id: gpu.type for gpu in self.gpus}
-        found = layout_problems(self.gpus, origin)
-        raise_if_any([*found, *plan_problems(types, self.gpulets, self.models, origin)])
+        problems = layout_problems(self.gpus, origin)
+        raise_if_any([*problems, *plan_problems(types, self.gpulets, self.models, origin)])
 
 
 def _read(value: Any) -> Any:

@@ -199,14 +199,14 @@ class Gpulet(StrictModel):
         """The programs in the order of the models. A merged program stands in the place of its first member."""
         replicas = {replica.name: replica for replica in self.models}
         group_of = {name: group for group in self.merge for name in group.models}
-        found: dict[str, Program] = {}
+        programs: dict[str, Program] = {}
         for replica in self.models:
             group = group_of.get(replica.name)
             if group is None:
-                found[replica.name] = Program.single(replica)
-            elif group.name not in found:
-                found[group.name] = Program.merged(group, [replicas[name] for name in group.models])
-        return tuple(found.values())
+                programs[replica.name] = Program.single(replica)
+            elif group.name not in programs:
+                programs[group.name] = Program.merged(group, [replicas[name] for name in group.models])
+        return tuple(programs.values())
 
     @property
     def joint_models(self) -> tuple[tuple[str, ...], ...]:
@@ -251,11 +251,11 @@ def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
 
 def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:
     """Return, for each model, the latency of the replica whose batch takes longest; None if none is known."""
-    found: dict[str, float | None] = {}
+    slowest: dict[str, float | None] = {}
     for replica in (replica for gpulet in gpulets for replica in gpulet.models):
-        known = [ms for ms in (found.get(replica.name), replica.latency_ms) if ms is not None]
-        found[replica.name] = max(known, default=None)
-    return found
+        known = [ms for ms in (slowest.get(replica.name), replica.latency_ms) if ms is not None]
+        slowest[replica.name] = max(known, default=None)
+    return slowest
 
 
 def program_name(models: Iterable[str]) -> str:

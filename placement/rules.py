@@ -45,7 +45,7 @@ def plan_problems(
 def layout_problems(gpus: Sequence[Placed], origin: str) -> list[Problem]:
     """Return what is wrong with a plan's MIG instances: types without such an instance, instances on the same memory
     slices, and GPUs that are whole and cut at once. The paths of problems begin with `origin`."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     on: dict[str, list[tuple[str, int, int]]] = {}
     for gpu in gpus:
         place, kind = gpu.instance, gpu.type
@@ -55,31 +55,31 @@ def layout_problems(gpus: Sequence[Placed], origin: str) -> list[Problem]:
         known = {} if mig is None else instance_profiles(mig.base)
         if mig is None:
             rule, cure = "has a place on a GPU, but its type is no MIG instance", "Write a type such as a100-3g.20gb."
-            found.append(Problem(f"{where}.type", kind, rule, cure))
+            problems.append(Problem(f"{where}.type", kind, rule, cure))
         elif mig.base in GPU_TYPES and not known:
             cure = f"Place its gpu-lets on the whole GPU. Types with MIG: {', '.join(mig_types())}."
-            found.append(Problem(f"{where}.type", kind, f"GPU type '{mig.base}' has no MIG", cure))
+            problems.append(Problem(f"{where}.type", kind, f"GPU type '{mig.base}' has no MIG", cure))
         elif known and mig.profile not in known:
-            found.append(Problem(f"{where}.type", kind, "no such MIG profile", one_of(mig.profile, known)))
+            problems.append(Problem(f"{where}.type", kind, "no such MIG profile", one_of(mig.profile, known)))
         elif known and place.gpu_uuid is None and place.start not in (starts := known[mig.profile].starts):
             rule = f"a {mig.profile} cannot begin at memory slice {place.start}"
-            found.append(Problem(where, place.start, rule, f"It begins at {', '.join(map(str, starts))}."))
+            problems.append(Problem(where, place.start, rule, f"It begins at {', '.join(map(str, starts))}."))
         on.setdefault(place.gpu, []).append((gpu.id, place.start, place.slices))
     for gpu in gpus:
         if gpu.instance is None and gpu.id in on:
             rule, cure = "is whole and cut into MIG instances at once", "Keep the GPU, or its instances."
-            found.append(Problem(f"{origin}: gpus", gpu.id, rule, cure))
+            problems.append(Problem(f"{origin}: gpus", gpu.id, rule, cure))
     for name, placed in on.items():
         overlap = first_overlap(placed)
         if overlap is not None:
             cure = "Begin one of them elsewhere, or remove it."
-            found.append(Problem(f"{origin}: gpus.{name}", overlap, "take the same memory slices", cure))
-    return found
+            problems.append(Problem(f"{origin}: gpus.{name}", overlap, "take the same memory slices", cure))
+    return problems
 
 
 def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], origin: str) -> list[Problem]:
     """Return gpu-lets on unknown GPUs or with ids used twice, and models that appear twice on one gpu-let."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     seen: set[str] = set()
     for index, gpulet in enumerate(gpulets):
         where = f"{origin}: gpulets.{index}"
@@ -89,21 +89,21 @@ def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet],
                 cure = (
                     f"It is cut into MIG instances: {', '.join(inside)}." if inside else one_of(gpu, sorted(gpu_types))
                 )
-                found.append(Problem(f"{where}.{key}", gpu, "no such GPU in the plan", cure))
+                problems.append(Problem(f"{where}.{key}", gpu, "no such GPU in the plan", cure))
         if gpulet.id in seen:
-            found.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
+            problems.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
         seen.add(gpulet.id)
         for name, count in sorted(Counter(replica.name for replica in gpulet.models).items()):
             if count > 1:
                 cure = "Keep one entry; its batch size is the largest batch."
-                found.append(Problem(f"{where}.models", name, "model appears twice on one gpu-let", cure))
-    return found
+                problems.append(Problem(f"{where}.models", name, "model appears twice on one gpu-let", cure))
+    return problems
 
 
 def _together_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], origin: str) -> list[Problem]:
     """Return what is wrong with gpu-lets on several GPUs: these are whole GPUs of one node and one type, each named
     once, and hold one model that generates."""
-    found: list[Problem] = []
+    faults: list[Problem] = []
     for index, gpulet in enumerate(gpulets):
         if not gpulet.also_on:
             continue
@@ -111,36 +111,36 @@ def _together_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], 
         kinds = {gpu_types[gpu] for gpu in gpulet.gpus if gpu in gpu_types}
         if len({node_of(gpu) for gpu in gpulet.gpus}) > 1:
             cure = "Name GPUs of the node of its first GPU."
-            found.append(Problem(where, given, "GPUs of several nodes cannot run one model together", cure))
+            faults.append(Problem(where, given, "GPUs of several nodes cannot run one model together", cure))
         if len(kinds) > 1:
             cure = f"Name GPUs of the type of its first one, {gpu_types[gpulet.gpu]}."
-            found.append(Problem(where, given, "GPUs of several types cannot run one model together", cure))
+            faults.append(Problem(where, given, "GPUs of several types cannot run one model together", cure))
         if any(instance_type_of(kind) is not None or kind == "cpu" for kind in kinds):
             rule, cure = "only whole GPUs run a model together", "Leave `also_on` out, or name whole GPUs."
-            found.append(Problem(where, given, rule, cure))
+            faults.append(Problem(where, given, rule, cure))
         if len(set(gpulet.gpus)) < len(gpulet.gpus):
-            found.append(Problem(where, given, "names a GPU twice", "Name each GPU once, and not its `gpu` again."))
+            faults.append(Problem(where, given, "names a GPU twice", "Name each GPU once, and not its `gpu` again."))
         if len(gpulet.models) != 1 or any(replica.steps is None for replica in gpulet.models):
             rule = "only a model that generates, alone in its gpu-let, runs on several GPUs together"
-            found.append(Problem(where, given, rule, "Leave `also_on` out, or give the model a gpu-let with `steps`."))
-    return found
+            faults.append(Problem(where, given, rule, "Leave `also_on` out, or give the model a gpu-let with `steps`."))
+    return faults
 
 
 def _replica_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str) -> list[Problem]:
     """Return batches larger than their latency knows, and steps of models that do not generate."""
     fixed = {spec.name for spec in models if spec.generates is None}
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for index, gpulet in enumerate(gpulets):
         for place, replica in enumerate(gpulet.models):
             where, latency = f"{origin}: gpulets.{index}.models.{place}", replica.latency
             if isinstance(latency, LatencyTable) and replica.batch_size > latency.largest:
                 rule = f"above the largest batch of its latency ({latency.largest})"
                 cure = "Lower it, or plan again with a profile of larger batches."
-                found.append(Problem(f"{where}.batch_size", replica.batch_size, rule, cure))
+                problems.append(Problem(f"{where}.batch_size", replica.batch_size, rule, cure))
             if replica.steps is not None and replica.name in fixed:
                 cure = "Remove `steps`, or say under `models` what it `generates`."
-                found.append(Problem(f"{where}.steps", replica.name, "is of a model that does not generate", cure))
-    return found
+                problems.append(Problem(f"{where}.steps", replica.name, "is of a model that does not generate", cure))
+    return problems
 
 
 def room_problems(
@@ -160,19 +160,19 @@ def room_problems(
         unrestricted_pct: what a gpu-let without a share counts.
         origin: what the paths of problems begin with.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for gpu, gpulets in by_gpu.items():
         where, mib = f"{origin}: gpus.{gpu}".removeprefix(": "), memory_mib.get(gpu)
         share = sum(unrestricted_pct if g.share_pct is None else g.share_pct for g in gpulets)
         if share > 100.0 + 1e-6 and not overcommits:
             cure = "Lower `share_pct` of its gpu-lets, or write `overcommits: true` if it is on purpose."
-            found.append(Problem(where, share, "shares sum to more than 100 %", cure))
+            problems.append(Problem(where, share, "shares sum to more than 100 %", cure))
         need = sum(gpulet.memory_mib or gpulet.held_mib or 0.0 for gpulet in gpulets)
         if mib is not None and need > mib + 1e-3 * len(gpulets):
             rule = f"more memory than the GPU has ({mib:.0f} MiB)"
             cure = "Use smaller batches, fewer models per GPU, lower `memory_mib` of its gpu-lets, or a larger GPU."
-            found.append(Problem(where, f"{need:.0f} MiB", rule, cure))
-    return found
+            problems.append(Problem(where, f"{need:.0f} MiB", rule, cure))
+    return problems
 
 
 # --- options of how a model is run ------------------------------------------------------------------------------
@@ -193,13 +193,13 @@ def option_problems(
     if not any(spec.options for spec in models):
         return []
     group_of = {name: group for group in groups for name in group}
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for index, spec in enumerate(models):
         path = f"{prefix}models.{index}.options"
-        found += run_option_problems(spec.options, path, on_cpu=spec.name in on_cpu)
+        problems += run_option_problems(spec.options, path, on_cpu=spec.name in on_cpu)
         if spec.name in group_of:
-            found += member_option_problems(spec, group_of[spec.name], path)
-    return found
+            problems += member_option_problems(spec, group_of[spec.name], path)
+    return problems
 
 
 _OLDER = (7, 0)  # format: NVIDIA's; any capability below `FAST_CAPABILITY`
@@ -216,7 +216,7 @@ def measured_otherwise(
         gpu_types: the cluster's.
         profile_for: a model's profile on a type; None where there is none.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for index, spec in enumerate(models):
         for kind in gpu_types:
             profile, capability = profile_for(spec, kind), capability_of_type(kind)
@@ -229,8 +229,8 @@ def measured_otherwise(
                 was, is_now = _yaml(measured), _yaml(would)
                 rule = f"its profile on {kind} was measured with {was}, but it would run with {is_now}"
                 cure = f"Give `{key}: {was}` in its options, or measure it with --option {key}={is_now}."
-                found.append(Problem(f"models.{index}.options.{key}", spec.options.get(key), rule, cure))
-    return found
+                problems.append(Problem(f"models.{index}.options.{key}", spec.options.get(key), rule, cure))
+    return problems
 
 
 def _yaml(value: object) -> str:

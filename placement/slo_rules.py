@@ -46,8 +46,8 @@ def load_workload(path: str | Path, cluster: Cluster | None, profiles: Profiles 
 
 
 def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | None, profiles: Profiles | None) -> float:
-    found = _RULE.fullmatch(rule) if isinstance(rule, str) else None
-    if found is None or not float(found[1]):
+    match = _RULE.fullmatch(rule) if isinstance(rule, str) else None
+    if match is None or not float(match[1]):
         cure = "Write for example `slo: 2 x l(1)`, a number as `slo_ms`, or {ttft_ms: …, tpot_ms: …}."
         raise refused(f"{where}.slo", rule, "is not a factor, x, and l of a batch size", cure)
     try:
@@ -58,9 +58,9 @@ def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | Non
     if cluster is None or profiles is None:
         return 1.0
     by_type = costs_of(Workload(models=(spec,)), cluster, profiles)[spec.name]
-    size, takes_ms = int(found[2]), list[float]()
+    size, takes_ms = int(match[2]), list[float]()
     for kind in cluster.gpu_types:
-        steps = by_type[kind].steps(most=int(found[2])) if kind in by_type else ()
+        steps = by_type[kind].steps(most=int(match[2])) if kind in by_type else ()
         takes_ms += steps[size : size + 1]
     if not by_type:
         for kind in cluster.gpu_types:
@@ -68,4 +68,4 @@ def _slo_ms(where: str, rule: Any, entry: dict[str, Any], cluster: Cluster | Non
     if not takes_ms:
         cure = "Name a batch size that was measured."
         raise refused(f"{where}.slo", rule, f"a batch of {size} was not measured", cure)
-    return round(float(found[1]) * min(takes_ms), 3)
+    return round(float(match[1]) * min(takes_ms), 3)

@@ -146,14 +146,14 @@ class _Solver:
             known.col_value = list(start)
             self._highs.setSolution(known)
         self._highs.run()
-        status, info, found = self._highs.getModelStatus(), self._highs.getInfo(), self._highs.getSolution()
+        status, info, solution = self._highs.getModelStatus(), self._highs.getInfo(), self._highs.getSolution()
         is_best = status == highspy.HighsModelStatus.kOptimal
         is_found = is_best or info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         return Optimum(
-            x=np.array(found.col_value) if is_found else None,
+            x=np.array(solution.col_value) if is_found else None,
             bound=float(info.mip_dual_bound),
             is_proven=is_best or status == highspy.HighsModelStatus.kInfeasible,
-            duals=np.array(found.row_dual),
+            duals=np.array(solution.row_dual),
         )
 
 
@@ -173,7 +173,7 @@ def _silenced() -> Iterator[None]:
     solution; a reader of `tenuto plan --json` would get that line before the document."""
     sys.stdout.flush()
     try:
-        kept = os.dup(1)
+        stdout = os.dup(1)
     except OSError:  # closed: nothing to keep clean
         yield
         return
@@ -183,6 +183,6 @@ def _silenced() -> Iterator[None]:
         yield
     finally:
         ctypes.CDLL(None).fflush(None)  # into nowhere still
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
         os.close(nowhere)

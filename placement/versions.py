@@ -65,21 +65,21 @@ def versioned(model: str, version: str) -> str:
     return model if version == FIRST else f"{model}:{version}"
 
 
-def path_of(asked: str) -> str:
+def path_of(name: str) -> str:
     """Return how URLs name a model, or NAME:VERSION."""
-    model, _, version = asked.partition(":")
+    model, _, version = name.partition(":")
     return f"{model}/versions/{version}" if version else model
 
 
 def by_model(specs: Iterable[VersionT]) -> dict[str, list[VersionT]]:
     """Return the versions of every model that has others than version 1."""
     specs = list(specs)
-    found: dict[str, list[VersionT]] = {spec.model: [] for spec in specs if spec.version != FIRST}
-    if found:
+    versions: dict[str, list[VersionT]] = {spec.model: [] for spec in specs if spec.version != FIRST}
+    if versions:
         for spec in specs:
-            if spec.model in found:
-                found[spec.model].append(spec)
-    return found
+            if spec.model in versions:
+                versions[spec.model].append(spec)
+    return versions
 
 
 def taking_the_rest(versions: Iterable[VersionT]) -> VersionT | None:
@@ -158,15 +158,15 @@ def completed(entries: Sequence[Any]) -> list[Any]:
 
 def inherited(rest: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a version has of the one that takes the rest: network and cost too, unless it names its own."""
-    found = {key: value for key, value in rest.items() if key not in _OWN}
+    entries = {key: value for key, value in rest.items() if key not in _OWN}
     if "latency" in entry or "profile" in entry:
-        found.pop("latency", None)
-        found.pop("profile", None)
+        entries.pop("latency", None)
+        entries.pop("profile", None)
     if "source" in entry:
-        found.pop("weights_path", None)
+        entries.pop("weights_path", None)
     if entry.get("shadow"):
-        found["weight"] = _SHADOWS_WEIGHT * (_number(found.get("weight")) or 1.0)
-    return found
+        entries["weight"] = _SHADOWS_WEIGHT * (_number(entries.get("weight")) or 1.0)
+    return entries
 
 
 def _has_slo(entry: Mapping[str, Any]) -> bool:
@@ -212,8 +212,8 @@ def split_problems(specs: Sequence[Versioned], prefix: str = "") -> Iterator[Pro
 
 def _why_other(rest: Versioned, spec: Versioned) -> str | None:
     """Return why a version cannot stand in for another, as far as that is known before it is loaded."""
-    here, there = _tensors(spec), _tensors(rest)
-    return None if here is None or there is None else why_not_interchangeable(there, here, rest.name)
+    own, others = _tensors(spec), _tensors(rest)
+    return None if own is None or others is None else why_not_interchangeable(others, own, rest.name)
 
 
 Tensors = tuple[list[tuple[str, str, tuple[int | str, ...]]], list[tuple[str, str, tuple[int | str, ...]]]]
@@ -229,9 +229,9 @@ def tensors_of(signature: ModelSignature) -> Tensors:
 
 def why_not_interchangeable(rest: Tensors, other: Tensors, name: str) -> str | None:
     """Return what a version takes or gives that the one called `name` does not; None where they are alike."""
-    for kind, here, there in zip(("inputs", "outputs"), other, rest, strict=True):
-        if here != there:
-            return f"has {kind} {_shown(here)}, and {name} has {_shown(there)}"
+    for kind, own, others in zip(("inputs", "outputs"), other, rest, strict=True):
+        if own != others:
+            return f"has {kind} {_shown(own)}, and {name} has {_shown(others)}"
     return None
 
 

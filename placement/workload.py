@@ -335,14 +335,14 @@ def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
 def lacking(models: Iterable[ModelSpec], edits: Mapping[str, ModelSpec | None]) -> list[str]:
     """Return the models whose edited entries are not among those of a plan, or that are although they are removed
     (None). Rates do not count: whoever plans may plan for others."""
-    there = {spec.name: spec for spec in models}
+    planned = {spec.name: spec for spec in models}
 
-    def is_lacking(spec: ModelSpec | None, found: ModelSpec | None) -> bool:
-        if spec is None or found is None:
-            return found is not spec
-        return spec.model_copy(update={"rate_rps": found.rate_rps}) != found
+    def is_lacking(spec: ModelSpec | None, entry: ModelSpec | None) -> bool:
+        if spec is None or entry is None:
+            return entry is not spec
+        return spec.model_copy(update={"rate_rps": entry.rate_rps}) != entry
 
-    return [name for name, spec in edits.items() if is_lacking(spec, there.get(name))]
+    return [name for name, spec in edits.items() if is_lacking(spec, planned.get(name))]
 
 
 def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generation:
@@ -351,12 +351,12 @@ def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generat
     Raises:
         InvalidInputError: there is no such profile, or it does not say that.
     """
-    found = profile_of(spec, gpu_type, profiles).generation
-    if found is None:
+    generation = profile_of(spec, gpu_type, profiles).generation
+    if generation is None:
         rule = f"its profile on {gpu_type} has no `generation`, the cost of steps"
         cure = "Make one with `tenuto profile --generates`, or leave `generates` away."
         raise refused(f"models.{spec.name}.generates", spec.profile_row, rule, cure)
-    return found
+    return generation
 
 
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:

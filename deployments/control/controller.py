@@ -63,8 +63,8 @@ class Controller:
         self.advice: AdvisedPlan | None = None
         # The process before may have ended between an edit and its plan.
         aim = memory.plan if memory.change is None else memory.change.target
-        there, declared = ({spec.name: spec for spec in each.models} for each in (aim, memory.workload))
-        undone = lacking(aim.models, {**dict.fromkeys(there), **declared})
+        aimed, declared = ({spec.name: spec for spec in each.models} for each in (aim, memory.workload))
+        undone = lacking(aim.models, {**dict.fromkeys(aimed), **declared})
         self._set(Reason.WORKLOAD, undone, f"the workload changed ({', '.join(undone)})")
 
     # --- in -----------------------------------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ class Controller:
     def planned(self, now_s: float, number: int, result: Proposal | str) -> None:
         """Take the planner's result, or the reason why it has none."""
         self._now_s = now_s
-        asked, questions = self._questions.out, self._questions
-        if asked is None or asked.number != number:
+        request, questions = self._questions.out, self._questions
+        if request is None or request.number != number:
             return
         questions.out = None
         if (
-            asked.gpus != self._change_state.gpus
+            request.gpus != self._change_state.gpus
         ):  # planned for other GPUs: the next look asks again for the same reasons
             questions.forget_answer()
             return
@@ -110,7 +110,7 @@ class Controller:
             return
         self._want(result)
         plan, worth = result.plan, result.worth
-        weighed = (now_s, reasons, result, now_s - asked.since_s)
+        weighed = (now_s, reasons, result, now_s - request.since_s)
         if plan is None or not worth.pays:
             self._mention(journal.weighed(Kind.KEPT, *weighed), *reasons)
             return
@@ -122,10 +122,10 @@ class Controller:
             return
         is_split_alike = splits(plan.models) == splits(self.plan.models)
         if plan.gpulets == self.plan.gpulets and is_split_alike and not self.paused:
-            told = journal.weighed(Kind.RATES, *weighed)
-            self._mention(told)
+            line = journal.weighed(Kind.RATES, *weighed)
+            self._mention(line)
             if self.mode == "act":
-                self._change_state.apply(plan, told.text)
+                self._change_state.apply(plan, line.text)
             return
         is_saving = worth.only_saves and Reason.WORKLOAD not in reasons  # an operator asks for more than to save
         obstacle = self._obstacle(saves_only=is_saving)
@@ -347,8 +347,8 @@ class Controller:
 
     def _give_up_versions(self, failed: ChangeUnderWay) -> None:
         """Remove the versions that a failed change brought: the next change would fail with them, too."""
-        there = {spec.name for spec in failed.origin.models}
-        new = [spec.name for spec in self._workload.models if spec.is_tried and spec.name not in there]
+        before = {spec.name for spec in failed.origin.models}
+        new = [spec.name for spec in self._workload.models if spec.is_tried and spec.name not in before]
         if new:
             self.note(
                 LogLine(self._now_s, Kind.CANARY, f"{', '.join(new)} is removed: the change that brought it failed")
@@ -363,16 +363,16 @@ class Controller:
         tried = {
             spec.name for spec in self._workload.models if spec.is_tried
         }  # others may have been promoted meanwhile
-        for found in self._canaries.observe(self.plan.models, seen.models):
-            if found.name not in tried:
+        for verdict in self._canaries.observe(self.plan.models, seen.models):
+            if verdict.name not in tried:
                 continue
             obstacle = "changes are paused" if self.paused else None
             if self.mode != "act":
                 obstacle = f"the mode is {self.mode}; use `tenuto model take-back`"
-            line = journal.worse(self._now_s, found, confidence, obstacle)
-            self._mention(line, found.name)
+            line = journal.worse(self._now_s, verdict, confidence, obstacle)
+            self._mention(line, verdict.name)
             if obstacle is None:
-                self.withdraw(found.name, line.text)
+                self.withdraw(verdict.name, line.text)
 
     # --- reasons ------------------------------------------------------------------------------------------------------
 
@@ -495,16 +495,16 @@ class Controller:
         """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
         if result.needed_gpus is None:
             return
-        there = Counter(gpu.type for gpu in self._change_state.usable)
+        present = Counter(gpu.type for gpu in self._change_state.usable)
         bounds = self._settings.gpus
-        wanted = {
+        in_bounds = {
             kind: max(bound.min, min(bound.max, result.needed_gpus.get(kind, 0))) for kind, bound in bounds.items()
         }
-        if bounds and wanted != self._wanted:
-            self._wanted = wanted
-            self._decisions.append(WantGpus(wanted))
+        if bounds and in_bounds != self._wanted:
+            self._wanted = in_bounds
+            self._decisions.append(WantGpus(in_bounds))
         missing = {
-            kind: count - max(there[kind], bounds[kind].max if kind in bounds else 0)
+            kind: count - max(present[kind], bounds[kind].max if kind in bounds else 0)
             for kind, count in result.needed_gpus.items()
         }
         short = {kind: count for kind, count in missing.items() if count > 0}
@@ -539,8 +539,8 @@ class Controller:
         rate jumped or a GPU is lost."""
         short = set(news.losing)
         if is_news or news.slower:
-            found = self._short(self.plan).keys()
-            short |= found if is_news else found & set(news.slower)
+            expected_short = self._short(self.plan).keys()
+            short |= expected_short if is_news else expected_short & set(news.slower)
         if not short or self.mode != "act" or self._obstacle(saves_only=False) is not None:
             return
         change_state, slowdowns = self._change_state, self._estimates.slowdowns

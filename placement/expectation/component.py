@@ -67,38 +67,38 @@ class Component:
     in time, by kind."""
 
     def __init__(
-        self, kinds: Sequence[AlikeGpulets], asked: Mapping[str, Demand], objective: str, *, is_cautious: bool
+        self, kinds: Sequence[AlikeGpulets], demands: Mapping[str, Demand], objective: str, *, is_cautious: bool
     ) -> None:
-        self._kinds, self._asked, self._objective = kinds, asked, objective
-        self._names = list(dict.fromkeys(p.name for kind in kinds for p in kind.programs if p.name in asked))
+        self._kinds, self._asked, self._objective = kinds, demands, objective
+        self._names = list(dict.fromkeys(p.name for kind in kinds for p in kind.programs if p.name in demands))
         self._batches: list[dict[str, MeanBatch]] = []
         for kind in kinds:
             is_alone = len(kind.programs) == 1
             gathered = {
-                p.name: _gathered(p, asked[p.name], kind.slowdown_of(p), is_alone=is_alone, is_cautious=is_cautious)
+                p.name: _gathered(p, demands[p.name], kind.slowdown_of(p), is_alone=is_alone, is_cautious=is_cautious)
                 for p in kind.programs
-                if p.name in asked
+                if p.name in demands
             }
             self._batches.append({name: batch for name, batch in gathered.items() if batch is not None})
         self._times_s = [{name: batch.time_s for name, batch in own.items()} for own in self._batches]
 
     def served_in_time(self) -> ServedInTime:
         """Return what it serves."""
-        asked, gpulets = self._asked, sum(len(kind.gpulets) for kind in self._kinds)
-        flows: Flows = self._flows(asked, 1.0)
+        demands, gpulets = self._asked, sum(len(kind.gpulets) for kind in self._kinds)
+        flows: Flows = self._flows(demands, 1.0)
         hosted = {name: [own[name] for own in self._batches if name in own] for name in self._names}
         best = {name: min(batches, key=lambda batch: batch.time_s) for name, batches in hosted.items() if batches}
         load = sum(flow * self._times_s[k][name] for (name, k), flow in flows.items()) / gpulets
         for name, batch in best.items():
-            load += max(0.0, asked[name].rate_rps - self._served_rps(name, flows)) * batch.time_s / gpulets
+            load += max(0.0, demands[name].rate_rps - self._served_rps(name, flows)) * batch.time_s / gpulets
         by_weight = self._objective == "weighted"
         streams = [
             Stream(
-                asked[name].rate_rps,
+                demands[name].rate_rps,
                 batch,
-                asked[name].slo_ms,
-                asked[name].weight if by_weight else 1.0,
-                asked[name].dispersion,
+                demands[name].slo_ms,
+                demands[name].weight if by_weight else 1.0,
+                demands[name].dispersion,
             )
             for name, batch in best.items()
         ]
@@ -114,10 +114,10 @@ class Component:
             busy.append(min(1.0, time / len(kind.gpulets)))
         done = {}
         for name in self._names:
-            kept = 1.0
+            in_time = 1.0
             for part in (lost.get(name, 0.0), self._blocked(name, flows)):
-                kept *= 1.0 - part if part > NOTHING else 1.0
-            done[name] = kept * min(asked[name].rate_rps, self._served_rps(name, flows))
+                in_time *= 1.0 - part if part > NOTHING else 1.0
+            done[name] = in_time * min(demands[name].rate_rps, self._served_rps(name, flows))
         return ServedInTime(load, done, busy, flows, self._batches)
 
     def _served_rps(self, name: str, flows: Flows) -> float:
@@ -135,11 +135,11 @@ class Component:
             for name in self._names
         }
         all_lose = self._flows(fewer, used)
-        return {pair: (best.get(pair, 0.0) + all_lose.get(pair, 0.0)) / 2.0 for pair in best | all_lose}
+        return {pair: (best.get(pair, 0.0) + all_lose.get(pair, 0.0)) / 2.0 for pair in (*best, *all_lose)}
 
     def _blocked(self, name: str, flows: Flows) -> float:
         """Return the part of a program's requests that come behind another program's batch that runs too long."""
-        found, hosts = 1.0, False
+        unblocked, hosts = 1.0, False
         for k, kind in enumerate(self._kinds):
             own = next((p for p in kind.programs if p.name == name), None)
             if own is None or name not in self._batches[k] or own.latency is None:
@@ -151,45 +151,45 @@ class Component:
             ]
             hosts = True
             may_wait_ms = self._asked[name].slo_ms - own.latency.at(1) * own.slowdown
-            found *= blocked_part(may_wait_ms, running, len(kind.gpulets))
-        return found if hosts else 0.0
+            unblocked *= blocked_part(may_wait_ms, running, len(kind.gpulets))
+        return unblocked if hosts else 0.0
 
     # --- what the time is used for --------------------------------------------------------------------------------
 
-    def _flows(self, asked: Mapping[str, Demand], used: float) -> dict[tuple[str, int], float]:
+    def _flows(self, demands: Mapping[str, Demand], used: float) -> Flows:
         """Return the best flow by the objective, where gpu-lets can use such a part of their time."""
         gpulets = [used * len(kind.gpulets) for kind in self._kinds]
         if len(gpulets) == 1:
-            return {(name, 0): rate for name, rate in self._in_one(asked, gpulets[0]).items()}
+            return {(name, 0): rate for name, rate in self._in_one(demands, gpulets[0]).items()}
         if len(self._names) == 1:
-            return self._evenly(self._names[0], gpulets, asked)
-        return self._best_flows(gpulets, asked)
+            return self._evenly(self._names[0], gpulets, demands)
+        return self._best_flows(gpulets, demands)
 
-    def _worth(self, asked: Demand) -> float:
-        return asked.weight if self._objective == "weighted" else 1.0
+    def _worth(self, demand: Demand) -> float:
+        return demand.weight if self._objective == "weighted" else 1.0
 
-    def _in_one(self, asked: Mapping[str, Demand], gpulets: float) -> dict[str, float]:
+    def _in_one(self, demands: Mapping[str, Demand], gpulets: float) -> dict[str, float]:
         """Return what gpu-lets of one kind serve: everything, or the cheapest first, or all in proportion."""
         times_s = self._times_s[0]
         able = [name for name in self._names if name in times_s]
-        load = sum(asked[name].rate_rps * times_s[name] for name in able)
+        load = sum(demands[name].rate_rps * times_s[name] for name in able)
         if load <= gpulets:
-            return {name: asked[name].rate_rps for name in able}
+            return {name: demands[name].rate_rps for name in able}
         if self._objective == "each":
-            return {name: asked[name].rate_rps * gpulets / load for name in able}
+            return {name: demands[name].rate_rps * gpulets / load for name in able}
         left, done = gpulets, {}
-        for name in sorted(able, key=lambda name: times_s[name] / self._worth(asked[name])):
-            done[name] = min(asked[name].rate_rps, left / times_s[name])
+        for name in sorted(able, key=lambda name: times_s[name] / self._worth(demands[name])):
+            done[name] = min(demands[name].rate_rps, left / times_s[name])
             left -= done[name] * times_s[name]
         return done
 
-    def _evenly(self, name: str, gpulets: Sequence[float], asked: Mapping[str, Demand]) -> dict[tuple[str, int], float]:
+    def _evenly(self, name: str, gpulets: Sequence[float], demands: Mapping[str, Demand]) -> Flows:
         """Return what gpu-lets of one program serve: its queue keeps all of them equally busy."""
         able_rps = {k: gpulets[k] / own[name] for k, own in enumerate(self._times_s) if name in own}
-        part = min(1.0, asked[name].rate_rps / sum(able_rps.values())) if any(able_rps.values()) else 0.0
+        part = min(1.0, demands[name].rate_rps / sum(able_rps.values())) if any(able_rps.values()) else 0.0
         return {(name, k): part * able for k, able in able_rps.items()}
 
-    def _best_flows(self, gpulets: Sequence[float], asked: Mapping[str, Demand]) -> dict[tuple[str, int], float]:
+    def _best_flows(self, gpulets: Sequence[float], demands: Mapping[str, Demand]) -> Flows:
         """Return the same for gpu-lets that differ, by a linear program."""
         pairs = [(name, k) for k, own in enumerate(self._times_s) for name in own]
         if not pairs:
@@ -198,19 +198,19 @@ class Component:
         for column, (name, _) in enumerate(pairs):
             columns[name].append(column)
         for name in self._names:
-            rows.add(columns[name], [1.0] * len(columns[name]), asked[name].rate_rps)
+            rows.add(columns[name], [1.0] * len(columns[name]), demands[name].rate_rps)
         first = 0
         for own, most in zip(self._times_s, gpulets, strict=True):
             rows.add(range(first, first + len(own)), own.values(), most)
             first += len(own)
-        total = sum(asked[name].rate_rps for name in self._names)
-        cost = [-self._worth(asked[name]) / total for name, _ in pairs]
+        total = sum(demands[name].rate_rps for name in self._names)
+        cost = [-self._worth(demands[name]) / total for name, _ in pairs]
         limits = [math.inf] * len(pairs)
         if self._objective == "each":  # first the least part of any rate, then the sum
             for name in self._names:
                 if columns[name]:
                     values = [-1.0] * len(columns[name])
-                    rows.add([*columns[name], len(pairs)], [*values, asked[name].rate_rps], 0.0)
+                    rows.add([*columns[name], len(pairs)], [*values, demands[name].rate_rps], 0.0)
             # Derived: small beside the rate, so that it decides between equals.
             cost, limits = [*(1e-4 * each for each in cost), -1.0], [*limits, 1.0]
         solved = linear_program(cost, rows, limits).x
@@ -218,7 +218,7 @@ class Component:
 
 
 def _gathered(
-    program: Program, asked: Demand, slowdown: float, *, is_alone: bool, is_cautious: bool
+    program: Program, demand: Demand, slowdown: float, *, is_alone: bool, is_cautious: bool
 ) -> MeanBatch | None:
     """Return the mean batch that is gathered in time; None when not even one request is.
 
@@ -228,20 +228,20 @@ def _gathered(
     """
     latency, largest = program.latency, program.batch_size
     assert latency is not None
-    gap_ms = 1000.0 / asked.rate_rps
-    if latency.at(1) * program.slowdown > asked.slo_ms:  # nothing is in time beside busy neighbours
+    gap_ms = 1000.0 / demand.rate_rps
+    if latency.at(1) * program.slowdown > demand.slo_ms:  # nothing is in time beside busy neighbours
         return None
     stated = program.slowdown if is_cautious else slowdown
 
     def over_ms(size: int) -> float:
         """Return by how much a batch of so many is late; it grows with the size."""
-        return latency.at(size) * stated + (size - 0.5) * gap_ms - asked.slo_ms
+        return latency.at(size) * stated + (size - 0.5) * gap_ms - demand.slo_ms
 
     size = 1 + bisect_right(range(2, largest + 1), 0.0, key=over_ms)
     mean = float(size)
     if size == largest:
-        mean = mean_of_capped(largest, max(0.0, asked.slo_ms - latency.at(largest) * stated) / gap_ms)
-    elif is_alone and latency.at(size + 1) * stated <= asked.slo_ms:
+        mean = mean_of_capped(largest, max(0.0, demand.slo_ms - latency.at(largest) * stated) / gap_ms)
+    elif is_alone and latency.at(size + 1) * stated <= demand.slo_ms:
         grows_ms = (latency.at(size + 1) - latency.at(size)) * stated
         mean += max(0.0, 1.0 - over_ms(size + 1) / (grows_ms + gap_ms))
     below = int(mean)

@@ -154,12 +154,12 @@ class Outlooks:
         if key not in self._members:
             rates = {spec.name: spec.rate_rps for spec in models} if traffic is None else traffic.mean_rps
             dispersion: Mapping[str, float] = {} if traffic is None else traffic.dispersion
-            found = {
+            demands = {
                 spec.name: Demand(more * rate_rps, spec.slo_ms, spec.weight, dispersion.get(spec.name, 1.0))
                 for spec in models
                 if (rate_rps := rates.get(spec.name, 0.0)) > 0.0
             }
-            self._members[key] = (models, traffic), found
+            self._members[key] = (models, traffic), demands
         return self._members[key][1]
 
     def _islands_of(
@@ -179,26 +179,26 @@ class Outlooks:
         for index, gpulet in enumerate(plan.gpulets):
             for gpu in gpulet.gpus:
                 places[island_of[gpu,]][gpu].append(index)
-        asked = {names: tuple(map(members.get, names)) for names in alike}
-        found = []
+        demands = {names: tuple(map(members.get, names)) for names in alike}
+        islands = []
         for by_gpu in places.values():
-            indices = sorted({index for there in by_gpu.values() for index in there})
+            indices = sorted({index for indices_on_gpu in by_gpu.values() for index in indices_on_gpu})
             own_of = {index: own for own, index in enumerate(indices)}
-            gpus = tuple(tuple(own_of[index] for index in there) for there in by_gpu.values())
+            gpus = tuple(tuple(own_of[index] for index in indices_on_gpu) for indices_on_gpu in by_gpu.values())
             own_programs = [programs_of[index] for index in indices]
-            held = tuple((names, asked[names]) for names in dict.fromkeys(each.models for each in own_programs))
+            held = tuple((names, demands[names]) for names in dict.fromkeys(each.models for each in own_programs))
             key = tuple(each.exactly for each in own_programs), gpus, held, plan.objective, is_cautious
             if key not in self._islands:
                 self._islands[key] = _Island(own_programs, gpus, members, plan.objective, is_cautious=is_cautious)
-            found.append((self._islands[key], indices))
-        return found
+            islands.append((self._islands[key], indices))
+        return islands
 
     def _programs_of(self, gpulet: Gpulet) -> _Programs:
-        found = self._programs.get(id(gpulet))
-        if found is None:
+        programs_of_gpulet = self._programs.get(id(gpulet))
+        if programs_of_gpulet is None:
             programs = tuple(self._now(p) for p in gpulet.programs if p.latency is not None)
-            found = self._programs[id(gpulet)] = _Programs(gpulet, alike_key(gpulet), programs)
-        return found
+            programs_of_gpulet = self._programs[id(gpulet)] = _Programs(gpulet, alike_key(gpulet), programs)
+        return programs_of_gpulet
 
     def _now(self, program: Program) -> Program:
         """Return a program with what its batches take now."""
@@ -214,16 +214,16 @@ class Outlooks:
 def _room_to_generate(plan: Plan, carries: Carries) -> dict[str, float]:
     """Return the requests per second that gpu-lets carry of models that generate, of lengths that the plan knows."""
     specs = {spec.name: spec for spec in plan.models if spec.generates is not None}
-    found = dict.fromkeys(specs, 0.0)
+    room_rps = dict.fromkeys(specs, 0.0)
     for replica in (replica for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs):
         spec = specs[replica.name]
         if spec.generates is None or replica.steps is None:
             continue
         if spec.generates.prompt_tokens is None or spec.generates.output_tokens is None:
-            found[replica.name] = math.inf  # nothing is known against it
+            room_rps[replica.name] = math.inf  # nothing is known against it
         else:
-            found[replica.name] += carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)[0]
-    return found
+            room_rps[replica.name] += carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)[0]
+    return room_rps
 
 
 def provided_rps(plan: Plan) -> dict[str, float]:
@@ -353,15 +353,15 @@ class _Island:
         return self._turns[count - 1]
 
     def _another_turn(self) -> _Turn:
-        found = [
+        served_of = [
             (kinds, Component(kinds, self._asked, self._objective, is_cautious=self._is_cautious).served_in_time())
             for kinds in self._components
         ]
         change = 0.0
-        for kinds, served in found:
+        for kinds, served in served_of:
             for kind, busy in zip(kinds, served.busy, strict=True):
                 change, kind.busy = max(change, abs(busy - kind.busy)), busy
-        return _Turn(self._asked, found, change)
+        return _Turn(self._asked, served_of, change)
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ class _Turn:
     @cached_property
     def shown(self) -> list[_Shown]:
         """The figures of each kind."""
-        found = []
+        figures = []
         for component, served in self.served:
             for k, kind in enumerate(component):
                 parts = {
@@ -402,21 +402,21 @@ class _Turn:
                 }
                 takes = {name: flow / len(kind.gpulets) for (name, at), flow in served.flows.items() if at == k}
                 batches = {name: math.ceil(batch.size) for name, batch in served.batches[k].items()}
-                found.append(_Shown(kind.gpulets, parts, served.busy[k], takes, batches))
-        return found
+                figures.append(_Shown(kind.gpulets, parts, served.busy[k], takes, batches))
+        return figures
 
 
 def _asked(kinds: Iterable[AlikeGpulets], models: Mapping[str, Demand]) -> dict[str, Demand]:
-    found = {}
+    demands = {}
     for kind in kinds:
         for program in kind.programs:
             members = [models[name] for name in program.models if name in models]
-            if members and program.name not in found:
+            if members and program.name not in demands:
                 rate = sum(each.rate_rps for each in members)
                 weight = sum(each.weight * each.rate_rps for each in members) / rate
                 spread = sum(each.dispersion * each.rate_rps for each in members) / rate
-                found[program.name] = Demand(rate, min(each.slo_ms for each in members), weight, spread)
-    return found
+                demands[program.name] = Demand(rate, min(each.slo_ms for each in members), weight, spread)
+    return demands
 
 
 def _connected_kinds(kinds: Collection[AlikeGpulets]) -> Iterable[list[AlikeGpulets]]:

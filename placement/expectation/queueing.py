@@ -76,11 +76,11 @@ def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
     # A request that finds the next batch full waits for whole batches: half a batch more on average.
     others_s = sum(stream.work * (stream.batch.latency_ms / 1000.0 - stream.batch.time_s) for stream in streams) / work
     patience_s = max(NO_WAIT_S, may_wait_s - 0.5 * others_s / gpulets)
-    kept = 1.0 - _turned_away(load, 2.0 * load * patience_s / variance_s, gpulets)
+    in_time = 1.0 - _turned_away(load, 2.0 * load * patience_s / variance_s, gpulets)
     # Gpu-lets of one program run out of phase, so one becomes free within part of a batch.
     phases = gpulets if len(streams) == 1 else 1
     free = _found_free(load, max(0.0, 1.0 - phases * may_wait_s / batch_s), gpulets)
-    used = min(1.0, load, load * min(kept, free))
+    used = min(1.0, load, load * min(in_time, free))
     if load <= 1.0 or len(streams) > 1:
         return used
     # Under losses, a waiting request is there whenever a batch ends. The idle time is at most one gap between requests

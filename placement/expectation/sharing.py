@@ -42,11 +42,11 @@ class Sharing:
         """
         types = {gpu.id: gpu.type for gpu in plan.gpus}
         alike: dict[object, tuple[Gpulet, ...]] = {}
-        found: dict[str, Gpulet] = {}
+        completed: dict[str, Gpulet] = {}
         for gpu_id, gpulets in plan.by_gpu().items():
             kind = types.get(gpu_id)
             if kind is None:
-                found |= {gpulet.id: gpulet for gpulet in gpulets}
+                completed |= {gpulet.id: gpulet for gpulet in gpulets}
                 continue
             # Plans have thousands of GPUs of a few kinds; alike gpu-lets share replicas.
             key = (kind, *((g.share_pct, tuple(_told(r) for r in g.models)) for g in gpulets))
@@ -54,11 +54,11 @@ class Sharing:
                 alike[key] = self._on_one_gpu(kind, gpulets)
             for gpulet, like in zip(gpulets, alike[key], strict=True):
                 models = tuple(
-                    done if done.rate_rps == asked.rate_rps else done.model_copy(update={"rate_rps": asked.rate_rps})
-                    for asked, done in zip(gpulet.models, like.models, strict=True)
+                    done if done.rate_rps == before.rate_rps else done.model_copy(update={"rate_rps": before.rate_rps})
+                    for before, done in zip(gpulet.models, like.models, strict=True)
                 )
-                found[gpulet.id] = gpulet.model_copy(update={"models": models})
-        return plan.model_copy(update={"gpulets": tuple(found[gpulet.id] for gpulet in plan.gpulets)})
+                completed[gpulet.id] = gpulet.model_copy(update={"models": models})
+        return plan.model_copy(update={"gpulets": tuple(completed[gpulet.id] for gpulet in plan.gpulets)})
 
     def _on_one_gpu(self, kind: str, gpulets: Sequence[Gpulet]) -> tuple[Gpulet, ...]:
         alone = [
@@ -142,9 +142,9 @@ class Sharing:
         for other in gpulets[1:]:
             known = [self._among_itself(each, kind, len(gpulets)) for each in other.models]
             factors.append(None if None in known else max((f for f in known if f is not None), default=1.0))
-        found = [factor for factor in factors if factor is not None]
+        measured = [factor for factor in factors if factor is not None]
         unrestricted = all(gpulet.share_pct is None for gpulet in gpulets)
-        return sum(found) / len(found) if unrestricted and len(found) == len(factors) else None
+        return sum(measured) / len(measured) if unrestricted and len(measured) == len(factors) else None
 
     def _among_itself(self, replica: Replica, kind: str, processes: int) -> float | None:
         on = self.costs.get(replica.name, {}).get(kind)
@@ -197,19 +197,19 @@ class Sharing:
                     crowded.add(kind)
                     sliced = sliced or is_free
         names = [spec.name for spec in plan.models]
-        found = [
+        lines = [
             f"latency on a share: {_RULES[rule]}: {listed([n for n in names if n in by_rule[rule]])}"
             for rule in _RULES
             if rule in by_rule
         ]
         if sliced:
-            found.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
+            lines.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
         if unequal:
-            found.append("unequal gpu-lets without a share beside others: the mean of what was measured of equal ones")
+            lines.append("unequal gpu-lets without a share beside others: the mean of what was measured of equal ones")
         if crowded:
-            found.append(f"slowdown beside neighbours on a share: interference model '{INTERFERENCE}'")
-            found += stand_ins(INTERFERENCE, sorted(crowded))
-        return found
+            lines.append(f"slowdown beside neighbours on a share: interference model '{INTERFERENCE}'")
+            lines += stand_ins(INTERFERENCE, sorted(crowded))
+        return lines
 
 
 def _told(replica: Replica) -> tuple[object, ...]:

@@ -33,13 +33,13 @@ def _on_line(values: Mapping[int, float], batch_size: int, metric: str) -> float
     return values[below] + weight * (values[above] - values[below])
 
 
-def _around(known: Mapping[Number, object], wanted: Number, what: str) -> tuple[Number, Number, float]:
-    """Return the nearest known values around the wanted one, and its position between them, 0 to 1."""
-    if wanted in known:
-        return wanted, wanted, 0.0
-    below, above = [each for each in known if each < wanted], [each for each in known if each > wanted]
+def _around(known: Mapping[Number, object], value: Number, what: str) -> tuple[Number, Number, float]:
+    """Return the nearest known values around a value, and its position between them, 0 to 1."""
+    if value in known:
+        return value, value, 0.0
+    below, above = [each for each in known if each < value], [each for each in known if each > value]
     if not below or not above:
         least, most = min(known), max(known)
-        raise MissingProfileError(f"{what} {wanted:g} is outside the measured range ({least:g} to {most:g}).")
+        raise MissingProfileError(f"{what} {value:g} is outside the measured range ({least:g} to {most:g}).")
     low, high = max(below), min(above)
-    return low, high, (wanted - low) / (high - low)
+    return low, high, (value - low) / (high - low)
