@@ -165,8 +165,8 @@ def _add_model(imported: RepositoryImport, folder: Path, config: Any, rate_rps: 
         options["labels"] = labels
     if any(each.name == "tensorrt" for each in config.optimization.execution_accelerators.gpu_execution_accelerator):
         options["runtime"] = "tensorrt"
-    if config.max_batch_size == 0 and (folder / CONFIG).is_file():
-        options["batch"] = "none"
+    if config.max_batch_size == 0 and config.input and config.output:
+        options["shapes"] = {each.name: _shape(each) for each in (*config.input, *config.output)}
     timeout_us = config.dynamic_batching.default_queue_policy.default_timeout_microseconds
     for version, file in files.items():
         entry: dict[str, Any] = {"name": versioned(name, version.name), "source": str(file), "rate_rps": rate_rps}
@@ -211,6 +211,11 @@ def _why_left_out(config: Any, backend: str, files: Mapping[Path, Path]) -> str 
     return None
 
 
+def _shape(tensor: Any) -> list[int | str]:
+    """Return the shape of a tensor of a model without a batch, with a name for each dimension that varies."""
+    return [size if size >= 0 else f"{tensor.name}_{axis}" for axis, size in enumerate(tensor.dims)]
+
+
 def _labels(imported: RepositoryImport, folder: Path, config: Any) -> list[str]:
     """Return the names of the entries of the first output."""
     if not config.output or not config.output[0].label_filename:
@@ -227,6 +232,8 @@ def _differences(config: Any) -> Iterable[str]:
     """Say what of a configuration that is taken over works in another way here."""
     if config.max_batch_size > 0:
         yield f"profile it with batch sizes up to its max_batch_size, {config.max_batch_size}"
+    if any(size < 0 for each in config.input for size in each.dims):
+        yield "its inputs vary in size: say in `options: {sizes: …}` how large they may be"
     reshaped = [each.name for each in (*config.input, *config.output) if each.HasField("reshape")]
     if reshaped:
         yield f"`reshape` of {', '.join(reshaped)}: clients send and get the network's own shape"

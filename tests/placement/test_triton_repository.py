@@ -73,6 +73,18 @@ def test_the_versions_of_the_policy_are_taken_and_the_highest_takes_the_rest(tmp
     assert [model.share_pct for model in models] == [0.0] * (len(names) - 1) + [None]
 
 
+def test_a_model_without_a_batch_says_its_whole_shape(tmp_path):
+    config = (
+        'backend: "onnxruntime"\n'
+        'input [{ name: "x" data_type: TYPE_FP32 dims: [1, 3, -1] }]\n'
+        'output [{ name: "y" data_type: TYPE_FP32 dims: [-1] }]\n'
+    )
+    add(tmp_path, "m", config, "1/model.onnx")
+    repository = read_repository(tmp_path, rate_rps=1.0, slo_ms=9.0)
+    assert repository.models[0]["options"] == {"shapes": {"x": [1, 3, "x_2"], "y": ["y_0"]}}
+    assert any("sizes" in note.text for note in repository.notes)
+
+
 def test_a_model_without_configuration_is_taken_by_its_file(tmp_path):
     add(tmp_path, "plain", None, "1/model.onnx")
     add(tmp_path, "program", 'backend: "pytorch"', "1/model.pt2")
