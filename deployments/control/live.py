@@ -161,15 +161,15 @@ class LiveSystem:
         self._cut.need(self._plan, emulated=deployment.executor == "emulated")  # a change may be under way
 
     def apply(
-        self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None
+        self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, desired: Deployment | None = None
     ) -> None:
-        """Serve this plan, with idle processes beside it, and with the settings of `wanted` when given.
+        """Serve this plan, with idle processes beside it, and with the settings of `desired` when given.
 
         Raises:
             InvalidInputError: the plan cannot be served; nothing was changed.
         """
-        base = wanted or self.deployment
-        if wanted is None and self._migration is not None:
+        base = desired or self.deployment
+        if desired is None and self._migration is not None:
             base = base.model_copy(update={"partition": self._migration.after})
         deployment = base.with_plan(plan)
         gpulets = _gpulets_of(deployment.config())
@@ -233,22 +233,22 @@ class LiveSystem:
 
     def _moved(self, after: Mapping[str, int] | None, now_s: float) -> _Migration | None:
         """Return the migration to another partition; None when all models stay. New models start where they belong."""
-        here = self.deployment.partition
-        if here is None or after is None or all(here.get(name, place) == place for name, place in after.items()):
+        before = self.deployment.partition
+        if before is None or after is None or all(before.get(name, place) == place for name, place in after.items()):
             return None
-        return _Migration({**after, **here}, dict(after), now_s)
+        return _Migration({**after, **before}, dict(after), now_s)
 
-    def check(self, wanted: Deployment, plan: Plan) -> None:
+    def check(self, deployment: Deployment, plan: Plan) -> None:
         """Raise `InvalidInputError` when a plan cannot be served with the settings of another deployment, or these
         change what only a new start can change."""
-        wanted.config(plan)
-        raise_if_any(_unchangeable(self.deployment, wanted))
+        deployment.config(plan)
+        raise_if_any(_unchangeable(self.deployment, deployment))
 
-    def settle(self, wanted: Deployment, plan: Plan, now_s: float) -> None:
+    def settle(self, desired: Deployment, plan: Plan, now_s: float) -> None:
         """Serve the present plan with the settings of another deployment, on the way to its plan."""
         self._know(plan)
-        if wanted.with_plan(self._plan) != self.deployment:
-            self.apply(self._plan, now_s, self._waiting, wanted=wanted)
+        if desired.with_plan(self._plan) != self.deployment:
+            self.apply(self._plan, now_s, self._waiting, desired=desired)
 
     def _know(self, plan: Plan) -> None:
         """Add a plan's GPUs to the cluster's: the MIG instances that it makes are new."""
@@ -284,8 +284,8 @@ class LiveSystem:
         """
         before, self._there = self._there, self.gpus()
         if len(self._there) < len(before):
-            here = {gpu.id for gpu in self._there}
-            left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if here.issuperset(g.gpus))
+            present = {gpu.id for gpu in self._there}
+            left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if present.issuperset(g.gpus))
             return Observation(models={}, ready=self._ready & left, gpus=self._there)
         if not self._runs:  # not yet: it is being brought up
             return Observation(models={}, ready=frozenset(), gpus=self._there)
@@ -322,8 +322,8 @@ class LiveSystem:
         """Return the GPUs on living nodes. Of MIG instances that exclude each other, return the plan's; none that was
         cut away."""
         alive = self._serve.node_names() | {""}
-        there = [gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive]
-        return self._cut.remaining(there, self._plan)
+        present = [gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive]
+        return self._cut.remaining(present, self._plan)
 
     @property
     def is_settled(self) -> bool:
@@ -375,11 +375,11 @@ class LiveSystem:
         migration = self._migration
         if migration is None or now_s - migration.since_s < _DRAIN_S:
             return
-        told = [
+        asking = [
             state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith(DISPATCHER_PREFIX)
         ]
-        is_told = all(state.is_running for state in told)
-        if not is_told and now_s - migration.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
+        is_updated = all(state.is_running for state in asking)
+        if not is_updated and now_s - migration.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
             return
         if migration.is_routed:
             self._migration = None
@@ -391,7 +391,7 @@ class LiveSystem:
     def _ended(self, models: Mapping[str, ModelStatus]) -> tuple[dict[str, ModelSeen], float | None]:
         """Return how the counts have grown, and in what time by the dispatchers' clocks. Both are unknown of a
         dispatcher that restarted: it counts from 0, perhaps on another machine."""
-        found, lengths_s = {}, []
+        models_seen, lengths_s = {}, []
         for name, counts in models.items():
             answered = counts.ok + counts.late
             now = (counts.samples, counts.ok, counts.bad, answered, counts.prompt_tokens, counts.generated_tokens)
@@ -401,30 +401,30 @@ class LiveSystem:
             elif counts.counted_at_s > at_s:
                 lengths_s.append(counts.counted_at_s - at_s)
             self._counted[name] = counts.counted_at_s, now
-            found[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
-        return found, max(lengths_s, default=None)
+            models_seen[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
+        return models_seen, max(lengths_s, default=None)
 
     def _broken(self, states: Mapping[str, ApplicationState]) -> dict[str, str]:
         refused = self._cut.refused
-        found = {g.id: refused[gpu] for g in self._plan.gpulets for gpu in g.gpus if gpu in refused}
+        reasons = {g.id: refused[gpu] for g in self._plan.gpulets for gpu in g.gpus if gpu in refused}
         for gpulet in self._plan.gpulets:
             state = states.get(application_name(gpulet.id))
             if state is not None and state.is_broken:
-                found[gpulet.id] = state.essence.rpartition("\n")[2].strip()
-        return found
+                reasons[gpulet.id] = state.essence.rpartition("\n")[2].strip()
+        return reasons
 
 
-def _unchangeable(running: Deployment, wanted: Deployment) -> list[Problem]:
+def _unchangeable(running: Deployment, desired: Deployment) -> list[Problem]:
     """Return which settings differ that cannot change while the deployment serves."""
     rules = {
         **{name: f"is {running.setting(name)} now" for name in UNCHANGEABLE},
         "executor": f"would restart every gpu-let, which run with {running.executor}",
         "gateways": f"{max(1, running.gateways)} run: one schedules by itself, several feed dispatchers",
     }
-    changed = [name for name in UNCHANGEABLE if wanted.setting(name) != running.setting(name) and name != "gateways"]
-    changed += ["gateways"] if wanted.feeds_dispatchers != running.feeds_dispatchers else []
+    changed = [name for name in UNCHANGEABLE if desired.setting(name) != running.setting(name) and name != "gateways"]
+    changed += ["gateways"] if desired.feeds_dispatchers != running.feeds_dispatchers else []
     cure = "Leave it as it is, or pass --replace, which interrupts serving."
-    return [Problem(name, getattr(wanted, name), rules[name], cure) for name in changed]
+    return [Problem(name, getattr(desired, name), rules[name], cure) for name in changed]
 
 
 def _gpulets_of(config: ServeConfig) -> dict[str, _GpuletApplication]:
@@ -453,10 +453,10 @@ def _with_programs_of(application: _GpuletApplication, present: _GpuletApplicati
     config = application.user_config
     programs = {program.name: program for program in config.programs}
     for program in present.user_config.programs:
-        kept = programs.setdefault(program.name, program)
-        if kept.members == program.members and program.batch_size > kept.batch_size:
-            larger = {"batch_size": program.batch_size, "latency": program.latency or kept.latency}
-            programs[program.name] = kept.model_copy(update=larger)
+        held = programs.setdefault(program.name, program)
+        if held.members == program.members and program.batch_size > held.batch_size:
+            larger = {"batch_size": program.batch_size, "latency": program.latency or held.latency}
+            programs[program.name] = held.model_copy(update=larger)
     return replace(application, user_config=config.model_copy(update={"programs": tuple(programs.values())}))
 
 
@@ -606,8 +606,8 @@ class Live:
                 self._memory.add(decision)
             if decision.version is not None and self.controller.plan.models:
                 by, self._next_by = self._next_by or self._by, None
-                asked = self.system.deployment.model_copy(update={"workload": self.controller.workload})
-                self._history.add(asked, by, decision.version)
+                reached = self.system.deployment.model_copy(update={"workload": self.controller.workload})
+                self._history.add(reached, by, decision.version)
             self._tell(decision)
         elif isinstance(decision, Apply):
             try:

@@ -107,13 +107,13 @@ class Operations:
     def _await_change(self) -> None:
         """Return once the controller's change under way is over, if a controller runs; raise `EnvironmentFaultError`
         when it does not end."""
-        since_s, told = time.monotonic(), ""
+        since_s, reported = time.monotonic(), ""
         while CONTROL_APPLICATION in self.states() and (why := ControllerClient().state().awaits):
             if time.monotonic() - since_s > _AWAITED_S:
                 raise EnvironmentFaultError(f"a change is still under way ({why}). See `tenuto control log`.")
-            if why != told:
+            if why != reported:
                 self._progress(f"waiting for the change under way: {why}")
-                told = why
+                reported = why
             self._sleep(0.5)
 
     def lost_gpus(self, gpus: Sequence[Placed]) -> tuple[str, ...]:
@@ -167,9 +167,9 @@ class Operations:
         """Return what the controller plans with; empty when no controller was deployed."""
         return read_ground(self._store)
 
-    def preview(self, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
-        """Return what going over to another deployment would do; settings in `kept` stay as they run."""
-        return preview_change(self.running(), wanted, kept)
+    def preview(self, deployment: Deployment, unchanged: Collection[str] = ()) -> ChangePreview:
+        """Return what going over to another deployment would do; settings in `unchanged` stay as they run."""
+        return preview_change(self.running(), deployment, unchanged)
 
     @property
     def base_url(self) -> str:
@@ -180,24 +180,24 @@ class Operations:
 
     def deploy(
         self,
-        wanted: Deployment,
+        deployment: Deployment,
         why: str,
         *,
         by: str = "deploy",
         ground: Ground | None = None,
         replace: bool = False,
-        kept: Collection[str] = (),
+        unchanged: Collection[str] = (),
         agrees: Callable[[ChangePreview], None] = lambda _preview: None,
     ) -> bool:
         """Make this deployment the running one. Return True when it was reached; otherwise the previous one runs again.
 
         Args:
-            wanted: the deployment to reach; without controller settings it keeps the present ones.
+            deployment: the deployment to reach; without controller settings it keeps the present ones.
             why: for the history.
             by: the command, for the history.
             ground: what the controller plans with; needed with controller settings.
             replace: foreign applications may be removed, and our running ones end first.
-            kept: fields of `wanted` that stay as they are when something runs.
+            unchanged: fields of `deployment` that stay as they are when something runs.
             agrees: receives what the change would do, before it begins; when it raises, nothing is done.
 
         Raises:
@@ -208,11 +208,11 @@ class Operations:
         if not replace:
             refuse_foreign(states)
         if ENTRY_APPLICATION in states:
-            agrees(self.preview(wanted, () if replace else kept))
+            agrees(self.preview(deployment, () if replace else unchanged))
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
-            return self._change(wanted, why, by, kept)
+            return self._change(deployment, why, by, unchanged)
         if not replace:
             refuse_second_start(states, self._store)
         if replace:
@@ -222,24 +222,24 @@ class Operations:
         check_cluster()
         try:
             with self._going_on():
-                begin(self._launcher, wanted, why, by, ground, progress=self._progress, sleep=self._sleep)
+                begin(self._launcher, deployment, why, by, ground, progress=self._progress, sleep=self._sleep)
         except TenutoError:
             self.delete()
             raise
         return True
 
-    def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str]) -> bool:
-        wanted = wanted.left_open_as(self.running(), kept)
-        check_policy(wanted.control, wanted.plan)
-        check_nodes(wanted.config())
-        if wanted.executor != "emulated":
-            check_layouts(wanted.plan)
+    def _change(self, deployment: Deployment, why: str, by: str, unchanged: Collection[str]) -> bool:
+        deployment = deployment.left_open_as(self.running(), unchanged)
+        check_policy(deployment.control, deployment.plan)
+        check_nodes(deployment.config())
+        if deployment.executor != "emulated":
+            check_layouts(deployment.plan)
         controller = self.controller()
         with self._going_on():
-            number = controller.deploy(wanted, by, why)
+            number = controller.deploy(deployment, by, why)
             reached = ChangeProgress(controller, self._progress, self._sleep).await_change(number)
         if reached:
-            announce(KnownDeployment(cluster_address(), wanted.name, wanted.url, wanted.operator_url))
+            announce(KnownDeployment(cluster_address(), deployment.name, deployment.url, deployment.operator_url))
         return reached
 
     @contextmanager
@@ -300,8 +300,8 @@ class Operations:
             raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
         why = f"rollback to version {version.number}"
         before = {name: getattr(version.deployment, name) for name in UNCHANGEABLE}  # said, defaults too
-        wanted = version.deployment.model_copy(update=before)
-        return version, self.deploy(wanted, why, by="rollback", kept=UNCHANGEABLE, agrees=agrees)
+        deployment = version.deployment.model_copy(update=before)
+        return version, self.deploy(deployment, why, by="rollback", unchanged=UNCHANGEABLE, agrees=agrees)
 
     def delete(self) -> list[str]:
         """Drain and remove the deployment; return the names of its applications. Foreign ones stay.

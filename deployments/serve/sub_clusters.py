@@ -66,8 +66,8 @@ def parted(plan: Plan, present: Mapping[str, int], *, count: int | None = None) 
                 by_place[place] = by_place.get(place, 0.0) + rates[name]
         if by_place:
             current[str(index)] = min(count - 1, max(by_place, key=lambda place: (by_place[place], -place)))
-    found = partition(entries, count, current=current, time_limit_s=math.inf).assignment
-    return {name: names[found[str(index)]] for index, component in enumerate(components) for name in sorted(component)}
+    parts = partition(entries, count, current=current, time_limit_s=math.inf).assignment
+    return {name: names[parts[str(index)]] for index, component in enumerate(components) for name in sorted(component)}
 
 
 def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> float:
@@ -125,8 +125,8 @@ def cut_plan(
         of_gpulet[gpulet.id] = {place for r in gpulet.models for place in places.get(r.name, ())} or {0}
     raise_if_any(problems)
     cut: dict[str, Plan] = {}
-    for index in sorted({index for found in places.values() for index in found}):
-        names = {name for name, found in places.items() if index in found}
+    for index in sorted({index for held_by in places.values() for index in held_by}):
+        names = {name for name, held_by in places.items() if index in held_by}
         gpulets = tuple(gpulet for gpulet in plan.gpulets if index in of_gpulet[gpulet.id])
         used = {gpu for gpulet in gpulets for gpu in gpulet.gpus}
         expected = {name: value for name, value in plan.expected.models.items() if name in names}

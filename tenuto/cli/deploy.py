@@ -43,7 +43,7 @@ def command(asked: ServingArguments, why: str, replace: bool, yes: bool, address
             why or asked.plan_file,
             ground=ground,
             replace=replace,
-            kept=asked.left_open(),
+            unchanged=asked.left_open(),
             agrees=agrees_to_losses(yes=yes),
         )
         version, url = running.history.latest(), running.base_url

@@ -109,7 +109,7 @@ def test_what_serve_deploy_brought_is_what_runs_and_what_it_left_is_ended(operat
     version = operator.history.latest()
     assert version is not None
     assert (version.by, version.deployment) == ("serve deploy", theirs)
-    assert operator.deploy(of(OTHER, port=PORT + 10), "the same", kept=["port"])
+    assert operator.deploy(of(OTHER, port=PORT + 10), "the same", unchanged=["port"])
     assert operator.running().port == PORT
     until(lambda: not set(left) & set(operator.states()))  # Serve left them, and the controller has ended them
     went_back, reached = operator.rollback(None)

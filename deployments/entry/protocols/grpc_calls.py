@@ -480,25 +480,25 @@ class UnaryInferCall(Call):
     is_management = False
 
     def take(self, body: IncomingBody) -> None:
-        asked, tensors = self.grpc.reader.read(body.data)
-        if asked.problem is not None:
-            action = self.generates if asked.generates else "infer"
+        request, tensors = self.grpc.reader.read(body.data)
+        if request.problem is not None:
+            action = self.generates if request.generates else "infer"
             exchange = self.exchange(
-                self.grpc.head(self.metadata, b"POST", f"/v2/models/{asked.path}/{action}".encode()), id=asked.id
+                self.grpc.head(self.metadata, b"POST", f"/v2/models/{request.path}/{action}".encode()), id=request.id
             )
-            exchange.problem = asked.problem
+            exchange.problem = request.problem
             self.ask(exchange, body)
             return
-        if asked.described is not None:
-            head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{asked.path}/infer".encode())
-            self.ask(self.exchange(head, tensors, asked.id), body, asked.described)
+        if request.described is not None:
+            head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{request.path}/infer".encode())
+            self.ask(self.exchange(head, tensors, request.id), body, request.described)
             return
-        url = f"/v2/models/{asked.path}/{self.generates}" if asked.generates else f"/predict/{asked.path}"
+        url = f"/v2/models/{request.path}/{self.generates}" if request.generates else f"/predict/{request.path}"
         headers = self.metadata.forwarded
-        if asked.id:
-            headers = {**headers, b"x-request-id": asked.id.encode()}
-        head = Head(b"POST", url.encode(), headers, length=len(asked.body))
-        self.ask(self.exchange(head, asked.body, asked.id), body)
+        if request.id:
+            headers = {**headers, b"x-request-id": request.id.encode()}
+        head = Head(b"POST", url.encode(), headers, length=len(request.body))
+        self.ask(self.exchange(head, request.body, request.id), body)
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
         return to_answer(exchange.id, payload)
@@ -558,8 +558,8 @@ class ManagementCall(Call):
         super().__init__(grpc, stream, metadata)
 
     def take(self, body: IncomingBody) -> None:
-        asked = message(f"inference.{self._route.request}").FromString(bytes(body.data))
-        self.ask(self.exchange(management_head(self._route, asked, self.metadata.forwarded)), body)
+        request = message(f"inference.{self._route.request}").FromString(bytes(body.data))
+        self.ask(self.exchange(management_head(self._route, request, self.metadata.forwarded)), body)
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         if status == 503 and self._route.answer.endswith("ReadyResponse"):
@@ -578,9 +578,9 @@ class HealthCall(Call):
     gate = None
 
     def take(self, body: IncomingBody) -> None:
-        asked = _HealthRequest.FromString(bytes(body.data))
-        if asked.service not in ("", SERVICE):
-            raise HttpError(404, f"no service '{asked.service}' is here.")
+        request = _HealthRequest.FromString(bytes(body.data))
+        if request.service not in ("", SERVICE):
+            raise HttpError(404, f"no service '{request.service}' is here.")
         self.ask(self.exchange(Head(b"GET", b"/v2/health/ready", {})), body)
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
@@ -595,8 +595,8 @@ class ReflectionCall(StreamedCall):
     is_management = True
 
     def take(self, body: IncomingBody) -> None:
-        asked = ServerReflectionRequest.FromString(bytes(body.data))
-        for answer in self.grpc.reflection.ServerReflectionInfo(iter((asked,)), None):
+        request = ServerReflectionRequest.FromString(bytes(body.data))
+        for answer in self.grpc.reflection.ServerReflectionInfo(iter((request,)), None):
             self.send(answer)
 
 

@@ -105,19 +105,18 @@ class InferReader:
         """
         described, raws = _split(data)
         key = described, *[end - begin for begin, end in raws]
-        asked = self._known.get(key)
-        if asked is None:
-            asked = _asked(key, data, raws, self._takes_bytes)
+        if (parsed := self._known.get(key)) is None:
+            parsed = _asked(key, data, raws, self._takes_bytes)
             if (
-                asked.described is not None
+                parsed.described is not None
                 and len(described) <= self._LONGEST_KEPT_BYTES
-                and not asked.id
-                and all(given.datatype != "BYTES" for given in asked.described.request.inputs)
+                and not parsed.id
+                and all(given.datatype != "BYTES" for given in parsed.described.request.inputs)
             ):
-                self._known.add(key, asked)
-        if asked.packed is not None:
-            return asked, asked.packed
-        return asked, _moved(data, raws)
+                self._known.add(key, parsed)
+        if parsed.packed is not None:
+            return parsed, parsed.packed
+        return parsed, _moved(data, raws)
 
 
 def _split(data: memoryview) -> tuple[bytes, list[tuple[int, int]]]:
@@ -178,19 +177,19 @@ def _asked(
         said = InferRequest.FromString(key[0])
     except DecodeError:
         raise HttpError(400, _NO_MESSAGE) from None
-    asked = InferMessage(_path(said.model_name, said.model_version), said.id, None)
+    parsed = InferMessage(_path(said.model_name, said.model_version), said.id, None)
     is_text = any(given.datatype == "BYTES" for given in said.inputs)
     is_text = is_text and not takes_bytes(said.model_name, said.model_version)
     try:
         if is_text:
-            return _texts(asked, said, [bytes(data[begin:end]) for begin, end in raws])
-        return _tensors(asked, said, key, len(raws))
+            return _texts(parsed, said, [bytes(data[begin:end]) for begin, end in raws])
+        return _tensors(parsed, said, key, len(raws))
     except HttpError as error:  # whether the model is known is judged first
         generates = is_text and any(given.name == "text_input" for given in said.inputs)
-        return asked._replace(generates=generates, problem=error.without_frames())
+        return parsed._replace(generates=generates, problem=error.without_frames())
 
 
-def _tensors(asked: InferMessage, said: Message, key: tuple[Any, ...], raws: int) -> InferMessage:
+def _tensors(parsed: InferMessage, said: Message, key: tuple[Any, ...], raws: int) -> InferMessage:
     """Return what a request of tensors asks for. Raises `HttpError` 400."""
     parameters = _plain(said.parameters)
     if raws and raws != len(said.inputs):
@@ -211,7 +210,8 @@ def _tensors(asked: InferMessage, said: Message, key: tuple[Any, ...], raws: int
     ]
     outputs = [OutputJson(each.name, {**_plain(each.parameters), "binary_data": True}) for each in said.outputs]
     request = RequestJson[Any](inputs, said.id, {**parameters, "binary_data_output": True}, outputs or None)
-    return asked._replace(described=DescribedRequest(key, request), packed=None if packed is None else b"".join(packed))
+    described = DescribedRequest(key, request)
+    return parsed._replace(described=described, packed=None if packed is None else b"".join(packed))
 
 
 def _path(model: str, version: str) -> str:
@@ -228,10 +228,10 @@ def _plain(given: Mapping[str, Message]) -> dict[str, Any]:
     return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
 
 
-def _texts(asked: InferMessage, said: Message, raws: Sequence[bytes]) -> InferMessage:
+def _texts(parsed: InferMessage, said: Message, raws: Sequence[bytes]) -> InferMessage:
     """Return what a request of BYTES asks for: a picture, a text, or a generation as Triton's backend for vLLM takes
     it. Raises `HttpError` 400."""
-    parameters, found = _plain(said.parameters), {}
+    parameters, texts = _plain(said.parameters), {}
     for at, given in enumerate(said.inputs):
         values = list(given.contents.bytes_contents) or list(given.contents.bool_contents)
         if not values and at < len(raws):
@@ -240,25 +240,25 @@ def _texts(asked: InferMessage, said: Message, raws: Sequence[bytes]) -> InferMe
             values = [raw[4:]] if framed else [raw == b"\1"] if given.datatype == "BOOL" else []
         if len(values) != 1 or (raws and len(raws) != len(said.inputs)):
             raise HttpError(400, "a BYTES input holds one picture or text, in bytes_contents or raw_input_contents.")
-        found[given.name] = values[0]
-    if "text_input" not in found:
-        if len(found) > 1:
+        texts[given.name] = values[0]
+    if "text_input" not in texts:
+        if len(texts) > 1:
             raise HttpError(400, "a picture or a text is one input of BYTES. Leave the others out.")
-        return asked._replace(body=next(iter(found.values())))
-    unknown = next((name for name in found if name not in _TEXT_INPUTS), None)
+        return parsed._replace(body=next(iter(texts.values())))
+    unknown = next((name for name in texts if name not in _TEXT_INPUTS), None)
     if unknown is not None:
         raise HttpError(400, f"'{unknown}' is no input of a generation ({', '.join(_TEXT_INPUTS)}). Leave it out.")
-    if found.get("exclude_input_in_output", True) is not True:
+    if texts.get("exclude_input_in_output", True) is not True:
         raise HttpError(400, "'exclude_input_in_output' can only be true: an answer never has the prompt.")
     for name, value in parameters.items():  # JSON would have null
         if isinstance(value, float) and not math.isfinite(value):
             raise HttpError(400, f"'parameters.{name}' is {value}. Give a finite number, or leave it out.")
     try:
-        options = {**orjson.loads(found.get("sampling_parameters", b"{}")), **parameters}
-        body = orjson.dumps({"text_input": found["text_input"].decode(), "id": asked.id, "parameters": options})
+        options = {**orjson.loads(texts.get("sampling_parameters", b"{}")), **parameters}
+        body = orjson.dumps({"text_input": texts["text_input"].decode(), "id": parsed.id, "parameters": options})
     except (orjson.JSONDecodeError, TypeError, AttributeError, UnicodeDecodeError):
         raise HttpError(400, "text_input is a text in UTF-8, and sampling_parameters a JSON object.") from None
-    return asked._replace(body=body, generates=True)
+    return parsed._replace(body=body, generates=True)
 
 
 def _packed(given: Message) -> bytes:
@@ -369,17 +369,17 @@ MANAGEMENT = {
 }
 
 
-def management_head(call: ManagementRoute, asked: Message, headers: Mapping[bytes, bytes]) -> Head:
+def management_head(call: ManagementRoute, request: Message, headers: Mapping[bytes, bytes]) -> Head:
     """Return the head of the HTTP request that asks for the same as this call. Raises `HttpError`."""
     model = ""
     if "{model}" in call.path:
-        model = ("/" if asked.name else "") + _path(asked.name, asked.version)
+        model = ("/" if request.name else "") + _path(request.name, request.version)
     return Head(call.method, call.path.replace("{model}", model).encode(), dict(headers))
 
 
 def management_answer(call: ManagementRoute, payload: bytes) -> Message:
     """Return the response of a call that carries no load."""
-    found = orjson.loads(payload)
+    content = orjson.loads(payload)
     answer = message(f"inference.{call.answer}")()
-    json_format.ParseDict({call.under: found} if call.under else found, answer, True, POOL)
+    json_format.ParseDict({call.under: content} if call.under else content, answer, True, POOL)
     return answer

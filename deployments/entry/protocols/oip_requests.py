@@ -353,7 +353,7 @@ class RequestReader:
     def _tensors(self, given: list[TensorJson[Any]]) -> tuple[int, list[_Tensor], int, tuple[int, ...]]:
         """Return how many samples there are, every input's tensor, how many bytes of binary data there must be, and the
         sizes of a sample."""
-        found: dict[str, _Tensor] = {}
+        tensors: dict[str, _Tensor] = {}
         signature = self._signature
         counts: dict[str, int] = {}
         binary_bytes = 0
@@ -362,7 +362,7 @@ class RequestReader:
             spec = self._known.get(name)
             if spec is None:
                 raise BadRequestError(f"unknown input '{name}'. The model's inputs: {', '.join(self._known)}.")
-            if name in found:
+            if name in tensors:
                 raise BadRequestError(f"input '{name}' is given twice.")
             dtype = spec.dtype_of(tensor.datatype)
             if signature is None:
@@ -373,26 +373,26 @@ class RequestReader:
                 if rows is not None:
                     counts[name] = rows
             source = _source(tensor, spec, dtype, count, binary_bytes)
-            found[name] = _Tensor(spec, "" if dtype == spec.dtype != BYTES else dtype, source)
+            tensors[name] = _Tensor(spec, "" if dtype == spec.dtype != BYTES else dtype, source)
             if isinstance(source, range):
                 binary_bytes = source.stop
-        if len(found) < len(self._known):
-            missing = [name for name in self._known if name not in found]
+        if len(tensors) < len(self._known):
+            missing = [name for name in self._known if name not in tensors]
             raise BadRequestError(f"missing input {', '.join(missing)}.")
         sizes: tuple[int, ...] = ()
         if signature is not None:
             try:
-                sizes = signature.sizes_of([found[spec.name].spec.fixed_shape for spec in self.inputs])
+                sizes = signature.sizes_of([tensors[spec.name].spec.fixed_shape for spec in self.inputs])
             except ValueError as error:
                 raise BadRequestError(str(error)) from None
-        if len(found) == 1:
-            return count, [found[name]], binary_bytes, sizes
+        if len(tensors) == 1:
+            return count, [tensors[name]], binary_bytes, sizes
         if len(set(counts.values())) > 1:
             raise BadRequestError(
                 f"inputs disagree on the batch dimension: {counts}. Give all the same first dimension."
             )
-        count = max(counts.values(), default=1 if found else 0)
-        return count, [found[spec.name] for spec in self.inputs], binary_bytes, sizes
+        count = max(counts.values(), default=1 if tensors else 0)
+        return count, [tensors[spec.name] for spec in self.inputs], binary_bytes, sizes
 
 
 def _check_size(text: Buffer, most_quotes: int) -> None:
@@ -601,10 +601,10 @@ def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
 
 def _skeleton(shape: Sequence[int]) -> bytes:
     """Return what is left of nested lists of a shape without their values: `[[,],[,]]` for (2, 2)."""
-    found = b""
+    skeleton = b""
     for size in reversed(shape):
-        found = b"[%b]" % b",".join([found] * size)
-    return found
+        skeleton = b"[%b]" % b",".join([skeleton] * size)
+    return skeleton
 
 
 # The characters of JSON values of a tensor, beside brackets and commas.
@@ -636,15 +636,15 @@ def _check_range(spec: TensorSpec, part: InputPart) -> None:
 
 def _requested(given: list[OutputJson], *, binary: bool) -> list[RequestedOutput]:
     """Return the outputs that a client asks for; `binary`: the form of those for which it gives none."""
-    found = []
+    outputs = []
     for output in given:
         options = output.parameters or {}
         _refuse_shared_memory(options, f"output '{output.name}'")
         classes = options.get("classification", 0)
         if type(classes) is not int or classes < 0:
             raise BadRequestError(f"output '{output.name}': classification must be a number of classes.")
-        found.append(RequestedOutput(output.name, bool(options.get("binary_data", binary)), classes))
-    return found
+        outputs.append(RequestedOutput(output.name, bool(options.get("binary_data", binary)), classes))
+    return outputs
 
 
 def check_outputs(requested: Sequence[RequestedOutput], outputs: Sequence[TensorSpec]) -> None:
