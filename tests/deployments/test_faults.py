@@ -169,6 +169,7 @@ def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
+NIGHT = pytest.mark.night
 HERE = pytest.mark.parametrize("system", ["here"], indirect=True)
 # Nobody knows whose process is behind an address, so that nobody kills a stopped one.
 BY_ADDRESS = pytest.mark.parametrize("system", ["by address"], indirect=True)
@@ -201,8 +202,13 @@ def _has_noticed(system: System, victim: str, others: Sequence[str]) -> Callable
 
 
 @HERE
-@pytest.mark.parametrize("fault", ["kill", "stop"])
-@pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        *(("gpulet", "kill"), ("dispatcher", "kill"), ("dispatcher", "stop"), ("gateway", "stop")),
+        *(pytest.param(*each, marks=NIGHT) for each in (("gpulet", "stop"), ("gateway", "kill"))),
+    ],
+)
 def test_a_process_that_is_killed_or_stopped_costs_no_other_and_runs_nothing_twice(
     system: System, kind: str, fault: str
 ) -> None:
@@ -236,8 +242,15 @@ def test_a_process_that_was_given_up_and_goes_on_runs_nothing_that_others_were_g
 
 
 @APART
-@pytest.mark.parametrize("ends", ["mended", "killed behind it"])
-@pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [
+        *(("gpulet", "mended"), ("dispatcher", "killed behind it"), ("gateway", "mended")),
+        pytest.param("gpulet", "killed behind it", marks=NIGHT),
+        pytest.param("dispatcher", "mended", marks=NIGHT),
+        pytest.param("gateway", "killed behind it", marks=NIGHT),
+    ],
+)
 def test_a_machine_that_is_cut_off_is_replaced_and_joins_again_by_itself(system: System, kind: str, ends: str) -> None:
     victim, others = _victim_and_others(system, kind)
     system.machines[victim].cut()
@@ -276,7 +289,11 @@ def test_a_gateway_cut_off_from_the_dispatcher_that_schedules_takes_all_to_the_o
 
 @APART
 @pytest.mark.parametrize(
-    ("kind", "delay_ms", "loss_pct"), [("gpulet", 50, 0), ("dispatcher", 0, 5), ("gateway", 50, 5), ("every", 25, 2.5)]
+    ("kind", "delay_ms", "loss_pct"),
+    [
+        *(("dispatcher", 0, 5), ("every", 25, 2.5)),
+        *(pytest.param(*each, marks=NIGHT) for each in (("gpulet", 50, 0), ("gateway", 50, 5))),
+    ],
 )
 def test_a_far_line_that_loses_packets_repeats_no_request_and_all_join_again(
     system: System, kind: str, delay_ms: float, loss_pct: float

@@ -264,7 +264,7 @@ async def test_a_real_model_writes_the_same_wherever_it_goes_on() -> None:
     room, draws = Room(is_real=True), random.Random(7)
     await room.begin()
     asked = [
-        ([draws.randrange(300) for _ in range(30)], Sampling(150, temperature, 0.9, seed))
+        ([draws.randrange(300) for _ in range(30)], Sampling(60, temperature, 0.9, seed))
         for temperature, seed in ((0.0, 0), (0.0, 0), (1.0, 1), (1.0, -2))
     ]
     streams = [room.ask(*each) for each in asked]

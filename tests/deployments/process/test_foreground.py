@@ -20,7 +20,7 @@ import os, signal, subprocess, sys, time
 from tenuto.deployments.process import foreground
 from tenuto.deployments.process.foreground import Stopped, run_in_front
 
-foreground._HUNG_S, foreground.DRAIN_S, foreground._LEFT_S = 0.5, float(sys.argv[2]), 3.0
+foreground._HUNG_S, foreground.DRAIN_S, foreground._LEFT_S = 0.5, float(sys.argv[2]), 1.0
 
 def say(text):
     os.write(1, (text + "\\n").encode())
@@ -94,7 +94,7 @@ def hanging(orders):
 def sparing(orders):
     agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # ray::" + "DashboardAgent"])
     agent.send_signal(signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(2)
     alive = agent.poll() is None
     orders.ending()
     say("serving")
