@@ -27,10 +27,12 @@ class ProfilePoint(StrictModel):
 
     A value that could not be measured or read is absent (None), never a guess. `mig_gpcs`: it was measured in a MIG
     instance of so many GPCs, which `share_pct` is of the GPU. `processes_ms`: how long a batch takes each of 2, 3, …
-    equal processes that run it there at once without pause.
+    equal processes that run it there at once without pause. `sizes`: of a network whose inputs vary, what all requests
+    of the batch were padded to, such as {tokens: 64}; empty for fixed shapes.
     """
 
     batch_size: Annotated[int, Field(ge=1)]
+    sizes: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     share_pct: Annotated[float, Field(gt=0, le=100)] = 100.0
     mig_gpcs: Annotated[int, Field(ge=1, le=ALL_GPCS)] | None = None
     latency_ms: Positive

@@ -8,6 +8,7 @@ running out of memory ends nothing else.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +41,9 @@ class MeasureRequest:
     """What to measure of one model. `budget_s` is the time for the repetitions of all points together, without
     building.
 
-    `known` are points measured before, as (batch size, share in percent). They are not measured again. After
-    `time_limit_s`, with the time to build, no further point is begun.
+    `known` are points measured before, as (batch size, share in percent, sizes). They are not measured again. After
+    `time_limit_s`, with the time to build, no further point is begun. `sizes`: those of requests to measure, by name,
+    of a network whose inputs vary in shape; what is not there is measured at its most.
     """
 
     source: str
@@ -52,13 +54,21 @@ class MeasureRequest:
     weights_path: str | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    known: tuple[tuple[int, float], ...] = ()
+    known: tuple[tuple[int, float, Mapping[str, int]], ...] = ()
     time_limit_s: float | None = None
     name: str = ""  # name of the profile row, if it is not that of the source
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def left(self) -> int:
         """Return how many points have not been measured yet."""
-        return sum((batch, share) not in self.known for batch in self.batch_sizes for share in self.shares)
+        cells = itertools.product(self.batch_sizes, self.shares, itertools.product(*self.sizes.values()))
+        return sum(
+            not any(
+                (batch, share) == (at_batch, at_share) and sizes == tuple(those.get(name) for name in self.sizes)
+                for at_batch, at_share, those in self.known
+            )
+            for batch, share, sizes in cells
+        )
 
     @property
     def row(self) -> str:
@@ -81,6 +91,11 @@ class MeasureRequest:
                 lookup(self.source)
             except InvalidInputError as error:
                 problems += error.problems
+        for size, values in self.sizes.items():
+            if not values or min(values) < 1:
+                problems.append(
+                    Problem("--sizes", f"{size}={values}", "sizes are at least 1", "Write tokens=16,64,256.")
+                )
         if self.time_limit_s is not None and not self.time_limit_s > 0:
             problems.append(Problem("--time-limit-s", self.time_limit_s, "must be above 0", "Give seconds."))
         raise_if_any(problems)
@@ -153,7 +168,7 @@ def measure_model(
         raise EnvironmentFaultError("measuring needs the package 'torch'. Run: pip install 'tenuto[serve]'")
     points: list[ProfilePoint] = list(before.points) if before else []
     doubts: list[str] = [doubt for doubt in before.doubts if doubt != STOPPED] if before else []
-    known = tuple((p.batch_size, p.share_pct) for p in points)
+    known = tuple((p.batch_size, p.share_pct, p.sizes) for p in points)
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
@@ -183,7 +198,7 @@ def measure_model(
             f"'{request.source}' could not be measured at any batch size: {'; '.join(doubts) or 'no reason given'}. "
             "Free memory, or measure smaller batches."
         )
-    points.sort(key=lambda point: (-point.share_pct, point.batch_size))
+    points.sort(key=lambda point: (-point.share_pct, tuple(point.sizes.values()), point.batch_size))
     profile = ModelProfile(
         points=tuple(points),
         fit=fit_points(points),
@@ -242,7 +257,7 @@ def _parts(request: MeasureRequest, shares: Shares | None) -> Iterator[MeasureRe
     if shares is None:
         raise EnvironmentFaultError(NO_SHARES)
     for share in sorted(request.shares, reverse=True):
-        if all((batch, share) in request.known for batch in request.batch_sizes):
+        if not replace(request, shares=(share,)).left():
             continue
         budget_s = request.budget_s / len(request.shares)
         yield replace(request, device="cuda", shares=(share,), budget_s=budget_s)

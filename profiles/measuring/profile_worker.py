@@ -7,15 +7,17 @@ run by hand.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tenuto.errors import TenutoError, first_line
+from tenuto.errors import TenutoError, first_line, one_of, refused
 from tenuto.profiles.gpu_types import gpu_type_of
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace
@@ -23,10 +25,11 @@ from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
 from tenuto.profiles.measuring.memory_meter import CudaMemory, MemoryMeter, ResidentMemory, reserved_mib
+from tenuto.profiles.measuring.row_check import check_rows
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
 from tenuto.profiles.measuring.timing import AGREEMENT_PCT, measure_repeatedly
 from tenuto.profiles.measuring.worker_process import serve_parent
-from tenuto.profiles.networks.catalogue import LoadedModel, is_exported, is_factory, lookup
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, is_exported, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.inputs import as_blocks, random_inputs, sends_pixels
@@ -49,9 +52,10 @@ class BatchOfOne:
     """The batch that is repeated: random rows for a program of one model, with pictures in the form that gateways send.
     A call runs the batch once."""
 
-    def __init__(self, runner: ProgramRunner, rows: int, seed: int) -> None:
-        """Draw the inputs."""
+    def __init__(self, runner: ProgramRunner, rows: int, seed: int, sizes: Sequence[int] = ()) -> None:
+        """Draw the inputs, in these sizes where shapes vary."""
         ((name, signature),) = runner.signatures.items()
+        signature = signature.at(sizes)
         self._runner = runner
         self._inputs = {name: as_blocks(random_inputs(signature, rows, seed, pixels=sends_pixels(signature)))}
         self._rows = {name: rows}
@@ -101,29 +105,68 @@ def measure_points(
     budget_s = request.budget_s / max(1, request.left())
     instruments = _Instruments(memory, clock_s, telemetry, record, report)
     unequal: list[str] = []
-    for share in sorted(request.shares, reverse=True):
+    notes: list[str] | None = None
+    grid = measured_sizes(loaded.signature, request.sizes)
+    for share, sizes in itertools.product(sorted(request.shares, reverse=True), grid):
         if device == "cpu":
             torch.set_num_threads(cpu_threads(share))
-        known = {batch for batch, at in request.known if at == share}
+        named = dict(zip(loaded.signature.sizes, sizes, strict=True))
+        known = {batch for batch, at, those in request.known if (at, those) == (share, named)}
         for size in sorted(set(request.batch_sizes) - known):
             if request.time_limit_s is not None and clock_s() - began_s >= request.time_limit_s:
                 report(StoppedEarly())
                 return
             try:
-                point = _measure_point(runner, size, share, budget_s, request.seed, instruments)
+                point = _measure_point(runner, size, share, sizes, budget_s, request.seed, instruments)
             except (torch.OutOfMemoryError, MemoryError) as error:
-                report(Doubt(f"batch {size} and above at {share:g} %: out of memory ({first_line(error)})"))
+                report(
+                    Doubt(f"{_where(size, sizes, ' and above')} at {share:g} %: out of memory ({first_line(error)})")
+                )
                 break
+            if notes is None:  # after the smallest point, whose memory would else be that of the check
+                notes = _row_notes(runner, grid, request)
             report(PointMeasured(point))
             if point.metrics["uncertainty_pct"] > _NOISY_PCT:
                 report(Doubt(_noisy(point)))
             elif point.metrics["repeat_pct"] > AGREEMENT_PCT:
-                unequal.append(f"batch {size} at {share:g} % ({point.metrics['repeat_pct']:.1f} %)")
-    for note in runner.network.notes:
+                unequal.append(f"{_where(size, sizes)} at {share:g} % ({point.metrics['repeat_pct']:.1f} %)")
+    for note in (*runner.network.notes, *(notes or ())):
         report(Doubt(note))
     if unequal:
         text = f"repeated medians differ by more than {AGREEMENT_PCT:g} %: {', '.join(unequal)}"
         report(Doubt(text))
+
+
+def measured_sizes(signature: ModelSignature, asked: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the sizes to measure, smallest first: every combination of those that are asked for; `[()]` for fixed
+    shapes. A size that is not asked for has its most.
+
+    Raises:
+        InvalidInputError: the network has no such size, or does not take it.
+    """
+    for name, values in asked.items():
+        allowed = signature.sizes.get(name)
+        if allowed is None:
+            raise refused("--sizes", name, "is no size of the network", one_of(name, list(signature.sizes), "It has:"))
+        wrong = [size for size in values if not allowed.least <= size <= allowed.most or size % allowed.multiple]
+        if wrong:
+            taken = f"{allowed.least} to {allowed.most}, multiples of {allowed.multiple}"
+            raise refused("--sizes", f"{name}={wrong[0]}", f"the network takes {taken}", "Measure sizes that it takes.")
+    chosen = [tuple(asked.get(name, (allowed.most,))) for name, allowed in signature.sizes.items()]
+    return sorted(itertools.product(*chosen))
+
+
+def _row_notes(runner: ProgramRunner, grid: Sequence[tuple[int, ...]], request: MeasureRequest) -> list[str]:
+    import torch
+
+    try:
+        return check_rows(runner, grid, max(request.batch_sizes), request.seed)
+    except (torch.OutOfMemoryError, MemoryError):
+        return ["rows of a batch were not compared with rows alone: out of memory"]
+
+
+def _where(batch: int, sizes: Sequence[int], more: str = "") -> str:
+    return f"batch {batch}{more}" + (f" of sizes {'x'.join(map(str, sizes))}" if sizes else "")
 
 
 @dataclass(frozen=True)
@@ -157,15 +200,21 @@ class _Instruments:
 
 def _noisy(point: ProfilePoint) -> str:
     return (
-        f"batch {point.batch_size} at {point.share_pct:g} %: the median is known within "
+        f"{_where(point.batch_size, tuple(point.sizes.values()))} at {point.share_pct:g} %: the median is known within "
         f"±{point.metrics['uncertainty_pct']:.0f} % only; other work disturbed it, or --budget-s is too short"
     )
 
 
 def _measure_point(
-    runner: ProgramRunner, size: int, share_pct: float, budget_s: float, seed: int, instruments: _Instruments
+    runner: ProgramRunner,
+    size: int,
+    share_pct: float,
+    sizes: tuple[int, ...],
+    budget_s: float,
+    seed: int,
+    instruments: _Instruments,
 ) -> ProfilePoint:
-    run = BatchOfOne(runner, size, seed)
+    run = BatchOfOne(runner, size, seed, sizes)
     memory, clock_s = instruments.memory, instruments.clock_s
     memory.reset()
     runner.reserve(size)
@@ -186,8 +235,10 @@ def _measure_point(
     if runner.on_cuda:
         metrics |= {"sm_count": float(_sm_count()), **_device_times([run() for _ in range(10)])}
     metrics |= instruments.readings(run, budget_s)
+    (signature,) = runner.signatures.values()
     return ProfilePoint(
         batch_size=size,
+        sizes=dict(zip(signature.sizes, sizes, strict=True)),
         share_pct=share_pct,
         latency_ms=round(timing.median_ms, 4),
         latency_spread_ms=round(timing.spread_ms, 4),
@@ -281,7 +332,10 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     options = ModelOptions.parse(request.options, f"options of {request.source}")
     _import_libraries(request.source)
     memory: MemoryMeter = CudaMemory() if device == "cuda" else ResidentMemory()
-    loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=options.build)
+    given = dict(options.build)
+    if request.sizes and is_exported(request.source):
+        given["sizes"] = _with_most(given, request.sizes)
+    loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=given)
     measure_points(
         loaded,
         request,
@@ -296,6 +350,12 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     )
     if telemetry is not None and used_mib is not None and device == "cuda":
         report(ContextSize(round(max(0.0, telemetry.used_mib() - used_mib - reserved_mib()), 1)))
+
+
+def _with_most(options: Mapping[str, Any], asked: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the option `sizes` of a file with the largest of those that are measured, where it says nothing."""
+    given = options.get("sizes", {})
+    return {name: max(values) for name, values in asked.items()} | (given if isinstance(given, dict) else {})
 
 
 def _before_cuda() -> tuple[Telemetry | None, float | None]:

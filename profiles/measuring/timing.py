@@ -124,7 +124,10 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float |
 
 
 def fit_points(points: Sequence[ProfilePoint]) -> Fit | None:
-    """Return the line through the points of the whole device, rounded for a file; None if there is none."""
+    """Return the line through the points of the whole device, rounded for a file; None if there is none, as for a
+    network that was measured at several sizes."""
+    if len({tuple(point.sizes.values()) for point in points}) > 1:
+        return None
     line = fit_line([(point.batch_size, point.latency_ms) for point in points if point.share_pct == 100.0])
     if line is None:
         return None

@@ -117,15 +117,14 @@ def _onnx(path: Path, options: ShapeOptions) -> LoadedModel:
     return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()))
 
 
+_LACKS = "It has an operator that this ONNX Runtime lacks: install a build that has it, or export it without."
 # What ONNX Runtime says, and what helps.
 _ONNX_CURES = {
-    "is not a registered function/op": "It has an operator that this ONNX Runtime lacks: install a build that has it, "
-    "or export the network without it.",
-    "No opset import": "Export it with an opset.",
-    "guarantees support for models stamped": "Export it with an older opset, or install a newer onnxruntime.",
-    "xternal data": "Its weights lie in files of their own: put them beside it, with the names that it knows them by.",
-    "external_data": "Its weights lie in files of their own: put them beside it, with the names that it knows them by.",
-    "Unsupported model IR version": "Export it with an older onnx, or install a newer onnxruntime.",
+    "No Op registered": _LACKS,
+    "is not a registered function/op": _LACKS,
+    "guarantees* support": "Export it with an older opset, or install a newer onnxruntime.",
+    "model IR version": "Export it with an older onnx, or install a newer onnxruntime.",
+    "xternal data": "Its weights lie in files of their own: put them beside it, by the names that it knows them by.",
 }
 
 

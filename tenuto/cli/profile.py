@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,12 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     default="100",
     metavar="PCT,PCT…",
     help="Shares of the device in percent: a number of threads on a CPU, a share of CUDA MPS on a GPU.",
+)
+@click.option(
+    "--sizes",
+    multiple=True,
+    metavar="NAME=N,N…",
+    help="Sizes of requests to measure, of a network whose inputs vary in shape; repeatable. Default: the largest.",
 )
 @click.option(
     "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, without the time to build it."
@@ -93,8 +99,12 @@ def command(
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
-    MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
-    local transformers directory. The file is written after every measurement. Ctrl-C keeps it; --resume continues.
+    MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, a local
+    transformers directory, or a file (net.onnx, net.pt2). The file is written after every measurement. Ctrl-C keeps it;
+    --resume continues. A network whose rows depend on each other is refused: requests share batches.
+
+    Where inputs vary in shape, --sizes tokens=16,64,256 measures every batch size at each of these sizes, by the file's
+    own names.
 
     With --generates, what is measured is a step of a language model: a folder that save_pretrained wrote, or
     transformers/TYPE with random weights.
@@ -142,7 +152,7 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
         InvalidInputError: lists the problems of all arguments.
     """
     problems: list[Problem] = []
-    asked = {**asked, "options": parse_pairs(asked["options"])}
+    asked = {**asked, "options": parse_pairs(asked["options"]), "sizes": _sizes(asked["sizes"])}
     if asked["weights_path"] is not None and len(models) > 1:
         problems.append(
             Problem("--weights", asked["weights_path"], "fits one model only", "Name one model with --weights.")
@@ -166,15 +176,30 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
     return requests
 
 
+def _sizes(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the sizes to measure by name, from NAME=N,N texts; raises `InvalidInputError`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for text in given:
+        name, _, numbers = text.partition("=")
+        values = [number.strip() for number in numbers.split(",")]
+        if not name or name in found or not all(value.isdecimal() and len(value) < 10 for value in values):
+            raise refused(
+                "--sizes", text, "must name a size once, with whole numbers", "Write --sizes tokens=16,64,256."
+            )
+        found[name] = tuple(sorted({int(value) for value in values}))
+    return found
+
+
 def _measure(
     requests: list[MeasureRequest], writer: ProfileWriter, until: float | None, shares: Shares | None
 ) -> tuple[int, BaseException | None]:
     """Measure one model after another; after Ctrl-C or a fault, return how many are finished, and the reason."""
     before = {request.row: writer.before(request.row, request) for request in requests}
     have = {
-        name: {(p.batch_size, p.share_pct) for p in known.points} if known else set() for name, known in before.items()
+        name: tuple((p.batch_size, p.share_pct, p.sizes) for p in known.points) if known else ()
+        for name, known in before.items()
     }
-    left = {r.row: sum((b, s) not in have[r.row] for b in r.batch_sizes for s in r.shares) for r in requests}
+    left = {r.row: replace(r, known=have[r.row]).left() for r in requests}
     console = progress_console()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     finished = done = 0
@@ -193,7 +218,8 @@ def _measure(
 
             def on_point(point: ProfilePoint, name: str = name, request: MeasureRequest = request) -> None:
                 writer.point(name, request, point)
-                text = f"{name}: batch {point.batch_size} at {point.share_pct:g} %: {number(point.latency_ms, 2)} ms"
+                at = f"{_shown(point)} at {point.share_pct:g} %"
+                text = f"{name}: batch {point.batch_size}{at}: {number(point.latency_ms, 2)} ms"
                 progress.update(task, advance=1, description=text)
                 if not console.is_terminal:
                     notice(text)
@@ -225,7 +251,7 @@ def _print(profile: Profile) -> None:
             (
                 name if index == 0 else "",
                 f"{point.share_pct:g} %",
-                str(point.batch_size),
+                f"{point.batch_size}{_shown(point)}",
                 number(point.latency_ms, 2),
                 number(point.latency_spread_ms, 2),
                 number(point.metrics.get("repeat_pct")),
@@ -242,10 +268,14 @@ def _print(profile: Profile) -> None:
             say(f"  {doubt}")
 
 
+def _shown(point: ProfilePoint) -> str:
+    return "".join(f" {name}={size}" for name, size in point.sizes.items())
+
+
 def _fit_text(name: str, model: ModelProfile) -> str:
     fit = model.fit
     if fit is None:
-        return f"{name}: no line; it takes two batch sizes on the whole device"
+        return f"{name}: no line; it takes two batch sizes on the whole device, and one size of requests"
     quality = "" if fit.r_squared is None else f"r² {fit.r_squared:.4f}, "
     return (
         f"{name}: l(b) = {fit.alpha_ms:.3f} b {'+' if fit.beta_ms >= 0 else '-'} {abs(fit.beta_ms):.3f} ms, "

@@ -86,6 +86,12 @@ def test_every_wrong_argument_is_named_at_once(run: Any) -> None:
     assert (code, "is the second 'factory'. Name them apart: --name A --name B." in err) == (2, True)
     code, _, err = run("own.mine:factory", "other.mine:factory", "--name", "a")
     assert (code, "--name: 'a': names another number of MODELs" in err) == (2, True)
+    for given in ("tokens", "tokens=", "tokens=16,x", "=16"):
+        code, _, err = run("bert", "--sizes", given)
+        assert code == 2
+        assert f"--sizes: '{given}': must name a size once" in err
+    code, _, err = run("bert", "--sizes", "n=0")
+    assert "sizes are at least 1" in err
     code, _, err = run("bert", "--batch-sizes", "1,x")
     assert code == 2
     assert "'--batch-sizes': '1,x': must be whole numbers separated by commas" in err
@@ -218,3 +224,27 @@ def test_wrong_new_arguments(run: Any, arguments: tuple[str, ...], message: str)
     code, _, err = run(*arguments)
     assert code == 2
     assert message in err
+
+
+def test_a_file_is_measured_at_the_sizes_that_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (make.make_tensor_value_info(name, kind, ["batch", "tokens"]) for name in "xy")
+    graph = make.make_graph([make.make_node("Identity", ["x"], ["y"])], "net", [x], [y])
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 17)], ir_version=9), "net.onnx")
+    asked = ["profile", "net.onnx", "--device", "cpu", "--batch-sizes", "1,2", "--budget-s", "0.1", "-o", "cpu.yaml"]
+    with pytest.raises(SystemExit, match="2"):
+        main(asked)
+    assert "'tokens': can be of any size" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main([*asked, "--sizes", "tokens=4,16"])
+    assert "batch 2 tokens=16 at 100 %" in capsys.readouterr().err
+    points = Profile.load("cpu.yaml").models["net"].points
+    assert [(p.sizes, p.batch_size) for p in points] == [({"tokens": n}, batch) for n in (4, 16) for batch in (1, 2)]
+    with pytest.raises(SystemExit, match="0"):
+        main([*asked, "--sizes", "tokens=4,16", "--resume"])
+    assert Profile.load("cpu.yaml").models["net"].points == points

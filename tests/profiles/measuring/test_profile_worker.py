@@ -2,14 +2,18 @@
 
 import io
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from tenuto.errors import InvalidInputError
 from tenuto.profiles import ProfilePoint
 from tenuto.profiles.measuring.events import EVENTS, Built, Doubt, Event, Failed, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
 from tenuto.profiles.measuring.profile_worker import main, measure_points
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, SizeRange, TensorSignature
 from tenuto.profiles.networks.model_options import RunOptions
 from tenuto.profiles.networks.models import build
 from tests.profiles.measuring.test_timing import Clock
@@ -86,7 +90,7 @@ def test_no_point_begins_after_the_time_limit() -> None:
 
 
 def test_known_points_are_not_measured_again() -> None:
-    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, known=((1, 100.0), (4, 100.0)))
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, known=((1, 100.0, {}), (4, 100.0, {})))
     assert [point.batch_size for point in points_of(measured_events(request))] == [2]
     assert request.left() == 1
 
@@ -107,3 +111,43 @@ def test_the_worker_reports_faults_as_events(
     assert isinstance(failed, Failed)
     assert failed.is_input
     assert "cannot be called with the options" in failed.text
+
+
+def sized(request: MeasureRequest) -> list[Event]:
+    signature = ModelSignature(
+        "tensor",
+        (TensorSignature("x", "float32", ("n", "m")),),
+        (TensorSignature("y", "float32", ("n", "m")), TensorSignature("total", "float32", ())),
+        sizes={"n": SizeRange(8), "m": SizeRange(6, 1, 2)},
+    )
+
+    class Sums(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x * 2, x.sum(dim=(1, 2))
+
+    events: list[Event] = []
+    loaded = LoadedModel(Sums().eval(), signature)
+    measure_points(loaded, request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=events.append)
+    return events
+
+
+def test_every_batch_is_measured_at_every_combination_of_the_sizes_asked_for() -> None:
+    request = MeasureRequest(OWN, batch_sizes=(1, 2), budget_s=0.02, sizes={"n": (1, 4)})
+    assert request.left() == 4
+    points = points_of(sized(request))
+    assert [(p.sizes, p.batch_size) for p in points] == [({"n": n, "m": 6}, batch) for n in (1, 4) for batch in (1, 2)]
+    known = tuple((p.batch_size, p.share_pct, p.sizes) for p in points[:3])
+    rest = replace(request, known=known)
+    assert rest.left() == 1
+    assert [(p.sizes, p.batch_size) for p in points_of(sized(rest))] == [({"n": 4, "m": 6}, 2)]
+    largest = points_of(sized(MeasureRequest(OWN, batch_sizes=(1,), budget_s=0.02)))
+    assert [p.sizes for p in largest] == [{"n": 8, "m": 6}]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [({"k": (1,)}, "'k': is no size of the network"), ({"n": (9,)}, "n=9.*1 to 8"), ({"m": (3,)}, "multiples of 2")],
+)
+def test_sizes_that_the_network_does_not_take_are_refused(sizes: dict[str, tuple[int, ...]], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        sized(MeasureRequest(OWN, batch_sizes=(1,), sizes=sizes))

@@ -39,8 +39,8 @@ def save(
     sides = [[helper.make_tensor_value_info(n, *typed) for n, typed in side.items()] for side in (inputs, outputs)]
     made = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
     graph = helper.make_graph(list(nodes), "net", *sides, initializer=made)
-    path = folder / "net.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+    path, opsets = folder / "net.onnx", [helper.make_opsetid(domain, 17) for domain in {"", *(n.domain for n in nodes)}]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
     return str(path)
 
 
@@ -263,3 +263,28 @@ def test_a_program_of_torch_brings_the_ranges_of_its_sizes(tmp_path: Path) -> No
     assert runner.signatures["m"].batch == 2
     rows = [{"x": np.full(4, i, np.float32), "mask": np.ones(4, np.float32)} for i in range(3)]
     assert [float(list(answer.values())[1]) for answer in run(runner, rows)] == [0.0, 4.0, 8.0]
+
+
+def test_what_onnx_runtime_does_not_take_is_refused_with_what_helps(tmp_path: Path) -> None:
+    one: dict[str, tuple[int, Shape]] = {"x": (FLOAT, ("b", 2))}
+    given: dict[str, tuple[int, Shape]] = {"y": (FLOAT, ("b", 2))}
+    for domain in ("", "my.own"):
+        source = save(tmp_path, [helper.make_node("Frobnicate", ["x"], ["y"], domain=domain)], one, given)
+        with pytest.raises(InvalidInputError, match="an operator that this ONNX Runtime lacks"):
+            build(source)
+    source = save(tmp_path, [helper.make_node("Add", ["x", "w"], ["y"])], one, given, w=np.ones(2, np.float32))
+    model = onnx.load(source)
+    model.opset_import[0].version = 99
+    onnx.save(model, source)
+    with pytest.raises(InvalidInputError, match="Export it with an older opset"):
+        build(source)
+    model.opset_import[0].version, model.ir_version = 17, 99
+    onnx.save(model, source)
+    with pytest.raises(InvalidInputError, match="Export it with an older onnx"):
+        build(source)
+    model.ir_version = 9
+    onnx.save(model, source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    assert build(source).signature.inputs[0].shape == (2,)
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(InvalidInputError, match="Its weights lie in files of their own"):
+        build(source)
