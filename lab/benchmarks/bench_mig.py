@@ -28,10 +28,11 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import load_document
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
-from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
+from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.planner import PlanTask, RunningPlan
 from tenuto.placement.planner.change_stages import not_ready
 from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
-from tenuto.placement.planner.minimal_change import changes_of
+from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -172,7 +173,10 @@ def print_moved(first: int, count: int) -> None:
         gpus = f"{before.expected.gpus_used} → {after.expected.gpus_used} GPUs"
         changes = f"{sum(new.values())} of {len(old)} instances cut anew, {len(filled)} with other models"
         asked, cluster = Workload(models=models), cut_as(before, elastic=True)
-        stays = plan_with_fewest_changes(before, after, PlanTask(load_policy("tenuto"), asked, cluster, PROFILES))
+        running = RunningPlan(before, Traffic.declared(models))
+        stays = plan_with_fewest_changes(
+            PlanTask(load_policy("tenuto"), asked, cluster, PROFILES, running=running), after
+        )
         gpulets, near = gpulets + len(before.gpulets), near + changes_of(before, stays)
         changes += f"; near: {changes_of(before, stays)} of {len(before.gpulets)} gpu-lets change"
         print(f"{seed}: {gpus}, {changes}, {len(left)} GPUs in use", flush=True)

@@ -22,8 +22,10 @@ from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
-from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
+from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.planner import PlanTask, RunningPlan
 from tenuto.placement.planner.completion import check_plan
+from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.instruments.near_plans import POLICIES, judged
@@ -64,10 +66,11 @@ def large(count: int, gpus: int, policy: str, seed: int) -> None:
     loaded = load_policy(policy)
     old = timed("before", lambda: solve(loaded, before, on, profiles))
     anew = timed("anew", lambda: solve(loaded, after, on, profiles))
-    near = partial(plan_with_fewest_changes, old, anew, PlanTask(loaded, after, on, profiles))
     for limit in (None, SOME):
+        running = RunningPlan(old, Traffic.declared(after.models), most_changes=limit)
+        task = PlanTask(loaded, after, on, profiles, running=running)
         try:
-            plan = timed(f"near, at most {limit}", partial(near, at_most=limit))
+            plan = timed(f"near, at most {limit}", partial(plan_with_fewest_changes, task, anew))
             check_plan(plan, on)
             print(plan.notes[-1], flush=True)
         except InvalidInputError as error:

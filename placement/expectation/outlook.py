@@ -49,6 +49,11 @@ class Traffic:
     dispersion: Mapping[str, float] = field(default_factory=dict)
     sigmas: float = 0.0
 
+    @classmethod
+    def declared(cls, models: Iterable[ModelSpec]) -> Traffic:
+        """Return the rates that models declare, of Poisson arrivals."""
+        return cls({spec.name: spec.rate_rps for spec in models})
+
     @property
     def burst_rps(self) -> dict[str, float]:
         """How far a second may exceed the mean rate of each model."""

@@ -52,11 +52,9 @@ class Candidates:
 
     def __init__(self, task: PlanTask) -> None:
         """Take a task with a running plan. Its cluster has the GPUs that are present."""
-        if task.running is None:
-            raise ValueError("The task has no running plan.")
         self._task = task
-        self.workload, self.running, self.gpus = task.workload, task.running, task.cluster.gpus
-        self._slowdowns = {name: factor for name, factor in task.running.slowdowns.items() if factor != 1.0}
+        self.workload, self.running, self.gpus = task.workload, task.replaced, task.cluster.gpus
+        self._slowdowns = {name: factor for name, factor in self.running.slowdowns.items() if factor != 1.0}
         self._outlooks = Outlooks(self._slowdowns)
         self._uncut = task.cluster.uncut.gpus
         self.asks_for_places = any(map(asks, task.workload.models))

@@ -3,7 +3,7 @@ policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, refused
@@ -32,39 +32,31 @@ def changes_of(old: Plan, plan: Plan) -> int:
     return len(not_ready(old, renamed(plan, old)))
 
 
-def plan_with_fewest_changes(
-    old: Plan,
-    anew: Plan,
-    task: PlanTask,
-    *,
-    at_most: int | None = None,
-    promised_rps: Mapping[str, float] | None = None,
-) -> Plan:
-    """Return the plan that serves every model as well as `anew` with the fewest changes of `old`, then at the lowest
-    price. When changes are limited, it lacks as little as possible. Its last note says what staying near costs.
+def plan_with_fewest_changes(task: PlanTask, anew: Plan) -> Plan:
+    """Return the plan that promises every model as much as the task asks with the fewest changes of what runs, then at
+    the lowest price. When changes are limited, it lacks as little as possible. Its last note says what staying near
+    costs.
+
+    When it is to promise what the running plan does, gpu-lets that end count as changes, too, and none ends only
+    because it is not needed.
 
     Args:
-        old: the running plan.
-        anew: the policy's fresh plan for the same workload.
-        task: what `anew` was made from; gpu-lets of `old` outside its cluster are gone. The trial of a policy that
-            promises what trials serve also judges plans near `old`.
-        at_most: limit of gpu-lets that start or load.
-        promised_rps: what to promise of each model in place of what `anew` promises. Then gpu-lets that end count as
-            changes, too, and none ends only because it is not needed.
+        task: with a running plan. Its gpu-lets outside the cluster are gone. The trial of a policy that promises what
+            trials serve also judges plans near it.
+        anew: the policy's plan of the task from nothing.
 
     Raises:
         InvalidInputError: keeping what runs already takes more changes.
     """
-    return _MinimalChange(old, anew, task, at_most, promised_rps).best()
+    return _MinimalChange(task, anew).best()
 
 
 class _MinimalChange:
     """Finishes candidates near a running plan, and judges them by what they lack and change."""
 
-    def __init__(
-        self, old: Plan, anew: Plan, task: PlanTask, at_most: int | None, promised_rps: Mapping[str, float] | None
-    ) -> None:
-        cluster, gpus = task.cluster, _gpus(old, anew, task.cluster)
+    def __init__(self, task: PlanTask, anew: Plan) -> None:
+        running, cluster = task.replaced, task.cluster
+        old, at_most, gpus = running.plan, running.most_changes, _gpus(running.plan, anew, cluster)
         rates_rps = {spec.name: spec.rate_rps for spec in task.workload.models}
         types = {gpu.id: gpu.type for gpu in gpus}
         held = on_gpus(old, (gpu for gpu in old.gpus if types.get(gpu.id) == gpu.type))
@@ -74,22 +66,23 @@ class _MinimalChange:
         self._kept = kept.model_copy(update={"gpus": listed, "notes": (), "believed": None})
         self._old, self._held = old, {gpulet.id: gpulet for gpulet in held.gpulets}
         self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
-        self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, promised_rps is None
+        self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, running.promises == "anew"
         self._most_replicas = len(gpus) * len(rates_rps) if at_most is None else at_most
         # Formulas judge what is added, so the target is what formulas give for the fresh plan. What plans promise,
         # which trials may decide, chooses among the candidates.
-        by_formulas, by_promise = (
-            (formula_rps(anew), _promised_rps(anew)) if promised_rps is None else (promised_rps, promised_rps)
-        )
+        by_formulas, by_promise = formula_rps(anew), _promised_rps(anew)
+        if running.promises != "anew":
+            running_rps, fresh_rps = formula_rps(old), by_formulas if running.promises == "larger" else {}
+            by_formulas = by_promise = {n: max(running_rps.get(n, 0.0), fresh_rps.get(n, 0.0)) for n in rates_rps}
         self._parts = {name: min(IN_FULL, by_formulas.get(name, 0.0) / rate) for name, rate in rates_rps.items()}
         self._least_rps = {
             name: (min(IN_FULL, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
         }
         growth = tuple(dict.fromkeys(types.values())) if cluster.elastic else ()
         unmerged = task.workload.model_copy(update={"merge": "off"})  # merged programs are merged already
-        running = RunningPlan(self._kept, Traffic(rates_rps), growth=growth)
         self._losses, self._trial = task.trial, task.trial if task.policy.abilities.tries_plans else None
-        self._task = replace(task, workload=unmerged, trial=None, running=running)
+        runs = replace(running, plan=self._kept, growth=growth)
+        self._task = replace(task, workload=unmerged, trial=None, running=runs)
         self._source = Candidates(self._task.on(Cluster.of(gpus)))
 
     def best(self) -> Plan:
@@ -218,12 +211,11 @@ def plan_without_places(
     """
     whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values()).as_cut
     left, used = without(whole, (*places, *lost)), used or running.policy
-    policy, promised_rps = load_policy(used.name, used.options), formula_rps(running)
-    task = PlanTask(policy, bearable(running.workload, left.gpus), left, profiles)
-    anew = make_plan(task)
-    if set(running.drained) - set(places):
-        promised_rps |= {name: max(rate, promised_rps.get(name, 0.0)) for name, rate in formula_rps(anew).items()}
-    plan = plan_with_fewest_changes(running, anew, task, promised_rps=promised_rps)
+    workload = bearable(running.workload, left.gpus)
+    undrained, traffic = set(running.drained) - set(places), Traffic.declared(workload.models)
+    runs = RunningPlan(running, traffic, promises="larger" if undrained else "running")
+    task = PlanTask(load_policy(used.name, used.options), workload, left, profiles, running=runs)
+    plan = plan_with_fewest_changes(task, make_plan(task))
     return drained(with_the_rest(plan, running.workload), whole, places)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from tenuto.outcome import ATTAINED
 from tenuto.placement.cluster import Cluster, Gpu
@@ -41,12 +42,16 @@ class RunningPlan:
 
     `traffic` has to be carried, and `attainment` is the part of every model's requests that has to be in time. `growth`
     are the GPU types that the cluster can grow by; without any it is fixed. `slowdowns` is what batches of a program
-    take over their profile. `reserved_ids` belong to processes beside the plan. Without `terms` a change costs nothing.
+    take over their profile. `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain.
+    Without them the plan with the fewest changes is sought: of at most `most_changes` gpu-lets that start or load. It
+    promises each model what the policy's plan from nothing does, what the running one does, or the larger.
     """
 
     plan: Plan
     traffic: Traffic
     terms: ChangeTerms | None = None
+    most_changes: int | None = None
+    promises: Literal["anew", "running", "larger"] = "anew"
     growth: tuple[str, ...] = ()
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     attainment: float = ATTAINED
@@ -68,6 +73,13 @@ class PlanTask:
     profiles: Profiles
     trial: Trial | None = None
     running: RunningPlan | None = None
+
+    @property
+    def replaced(self) -> RunningPlan:
+        """The running plan whose place the new one takes; raises `ValueError` when nothing runs."""
+        if self.running is None:
+            raise ValueError("The task has no running plan.")
+        return self.running
 
     def on(self, cluster: Cluster) -> PlanTask:
         """Return the same task on another cluster."""

@@ -25,10 +25,18 @@ from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
+from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import bearable, is_at, place_problems
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan_edits import drained, with_the_rest
-from tenuto.placement.planner import PlanTask, enough_for_all, make_plan, plan_on_fewest
+from tenuto.placement.planner import (
+    PlanTask,
+    RunningPlan,
+    enough_for_all,
+    make_plan,
+    plan_on_fewest,
+    plan_with_fewest_changes,
+)
 from tenuto.placement.planner.fault_tolerance import preferences_missed
 from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policy import DEFAULT_POLICY
@@ -176,13 +184,11 @@ def command(
         tasks = {name: PlanTask(policy, workload, cluster, profiles, trial) for name, policy in policies.items()}
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
         return _compare(tasks, orders, planned, strict=strict)
-    task = PlanTask(policies[policy_name], workload, cluster, profiles, trial)
+    running = None if old is None else RunningPlan(old, Traffic.declared(workload.models), most_changes=at_most)
+    task = PlanTask(policies[policy_name], workload, cluster, profiles, trial, running)
     with planning_watched(task.policy):
         plan = planned(task)
-    if old is not None:
-        from tenuto.placement.planner import plan_with_fewest_changes
-
-        plan = plan_with_fewest_changes(old, plan, task, at_most=at_most)
+    plan = plan if running is None else plan_with_fewest_changes(task, plan)
     if without:
         plan = drained(with_the_rest(plan, whole_workload), whole, without)
     if output:

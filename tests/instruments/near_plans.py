@@ -13,12 +13,12 @@ from typing import Any
 from tenuto.batching.planning.losses import LossTrials
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, load_policy, solve
-from tenuto.placement.expectation.outlook import IN_FULL, expected_of
+from tenuto.placement.expectation.outlook import IN_FULL, Traffic, expected_of
 from tenuto.placement.plan import Expected
-from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
+from tenuto.placement.planner import PlanTask, RunningPlan
 from tenuto.placement.planner.completion import check_plan, complete
 from tenuto.placement.planner.fault_tolerance import SLIGHT
-from tenuto.placement.planner.minimal_change import changes_of
+from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -61,8 +61,8 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     losses, found = LossTrials(), Judged()
     for at_most in LIMITS:
         try:
-            task = PlanTask(loaded, after, left, profiles, losses)
-            plan = plan_with_fewest_changes(old, anew, task, at_most=at_most)
+            running = RunningPlan(old, Traffic.declared(after.models), most_changes=at_most)
+            plan = plan_with_fewest_changes(PlanTask(loaded, after, left, profiles, losses, running), anew)
         except InvalidInputError as error:
             found.sums["refused"] += 1
             if at_most is None or "changes at least" not in str(error):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import InstancePlace, node_of
+from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import without
 from tenuto.placement.plan_edits import drained
-from tenuto.placement.planner import PlanTask, plan_with_fewest_changes
+from tenuto.placement.planner import PlanTask, RunningPlan, make_plan
 from tenuto.placement.planner.fault_tolerance import with_losses
-from tenuto.placement.planner.minimal_change import changes_of
+from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
 from tenuto.profiles import Profiles
 from tests.instruments.near_plans import POLICIES, judged
 
@@ -42,8 +43,9 @@ def planned(policy: str, asked: Workload, on: Cluster) -> Plan:
 
 
 def near(policy: str, old: Plan, asked: Workload, on: Cluster, at_most: int | None = None) -> tuple[Plan, Plan]:
-    anew, task = planned(policy, asked, on), PlanTask(load_policy(policy, OPTIONS[policy]), asked, on, NOTHING)
-    return anew, plan_with_fewest_changes(old, anew, task, at_most=at_most)
+    anew, running = planned(policy, asked, on), RunningPlan(old, Traffic.declared(asked.models), most_changes=at_most)
+    task = PlanTask(load_policy(policy, OPTIONS[policy]), asked, on, NOTHING, running=running)
+    return anew, plan_with_fewest_changes(task, anew)
 
 
 def served(plan: Plan) -> dict[str, float]:
@@ -106,6 +108,24 @@ def test_a_plan_near_one_that_runs(
         assert {gpu.id for gpu in plan.gpus} == {gpu.id for gpu in whole.gpus}
         assert not [g for g in plan.gpulets if place in (g.gpu, node_of(g.gpu))]
     assert Plan.from_data(plan.to_data()) == plan
+
+
+def test_the_task_says_all_that_a_plan_near_one_that_runs_is_made_from() -> None:
+    before, after = ({name: (rate, 80.0) for name, rate in rates} for rates in ((("a", 200.0),), (("a", 2500.0),)))
+    old, asked, gpulet = planned("gpulet", workload(before), cluster()), workload(after), load_policy("gpulet")
+    carried = []
+    for most in (0, 1, None):
+        running = RunningPlan(old, Traffic.declared(asked.models), most_changes=most)
+        task = PlanTask(gpulet, asked, cluster(), NOTHING, running=running)
+        plan = plan_with_fewest_changes(task, make_plan(task))
+        assert most is None or changes_of(old, plan) <= most
+        carried.append(served(plan)["a"])
+    assert carried[0] < carried[1] <= carried[2]
+    running = RunningPlan(plan, Traffic.declared(old.models), promises="running")
+    task = PlanTask(gpulet, old.workload, cluster(), NOTHING, running=running)
+    less = plan_with_fewest_changes(task, make_plan(task))
+    assert changes_of(plan, less) == 0
+    assert len(less.gpulets) == len(plan.gpulets)
 
 
 @given(entries, entries, policies, st.integers(0, 4))
