@@ -48,9 +48,7 @@ class ChangeState:
     def _move(self, event: ChangeEvent, change: ChangeUnderWay | None = None) -> None:
         """Go to the state after an event; raise `ValueError` when the table does not have it. `change`: the one that is
         under way, or to be proved, from then on."""
-        phase = TRANSITIONS.get((self.phase, event))
-        if phase is None:
-            raise ValueError(f"a change that is '{self.phase}' cannot go on when {event}")
+        phase = TRANSITIONS.after(self.phase, event)
         self.proving = change if phase is Phase.PROVING else None
         self.change = None if phase is Phase.PROVING else change
         assert self.phase is phase, (event, phase)

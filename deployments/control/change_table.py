@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
+
+from tenuto.deployments.process.transitions import TransitionTable
 
 
 class Phase(StrEnum):
@@ -28,33 +29,20 @@ class ChangeEvent(StrEnum):
     PROVED = "the time to prove it is over; in mode off at once"
 
 
-TRANSITIONS: Mapping[tuple[Phase, ChangeEvent], Phase] = {
-    (Phase.NONE, ChangeEvent.BEGUN): Phase.UNDER_WAY,
-    (Phase.NONE, ChangeEvent.GPU_LOST): Phase.NONE,
-    (Phase.NONE, ChangeEvent.WITHDRAWN): Phase.NONE,
-    (Phase.UNDER_WAY, ChangeEvent.BEGUN): Phase.UNDER_WAY,
-    (Phase.UNDER_WAY, ChangeEvent.STAGE_READY): Phase.UNDER_WAY,
-    (Phase.UNDER_WAY, ChangeEvent.REACHED): Phase.PROVING,
-    (Phase.UNDER_WAY, ChangeEvent.FAILED): Phase.GOING_BACK,
-    (Phase.UNDER_WAY, ChangeEvent.START_FAILED): Phase.NONE,
-    (Phase.UNDER_WAY, ChangeEvent.GPU_LOST): Phase.NONE,
-    (Phase.UNDER_WAY, ChangeEvent.WITHDRAWN): Phase.UNDER_WAY,
-    (Phase.PROVING, ChangeEvent.BEGUN): Phase.UNDER_WAY,
-    (Phase.PROVING, ChangeEvent.PROVED): Phase.NONE,
-    (Phase.PROVING, ChangeEvent.FAILED): Phase.GOING_BACK,
-    (Phase.PROVING, ChangeEvent.GPU_LOST): Phase.NONE,
-    (Phase.PROVING, ChangeEvent.WITHDRAWN): Phase.NONE,
-    (Phase.GOING_BACK, ChangeEvent.BEGUN): Phase.UNDER_WAY,
-    (Phase.GOING_BACK, ChangeEvent.STAGE_READY): Phase.GOING_BACK,
-    (Phase.GOING_BACK, ChangeEvent.REACHED): Phase.NONE,
-    (Phase.GOING_BACK, ChangeEvent.FAILED): Phase.NONE,
-    (Phase.GOING_BACK, ChangeEvent.GPU_LOST): Phase.NONE,
-    (Phase.GOING_BACK, ChangeEvent.WITHDRAWN): Phase.GOING_BACK,
-}
-
-
-def as_markdown() -> str:
-    """Return the table as the documentation shows it: a row for every event, a column for every state."""
-    rows = [("when", *Phase), ("---",) * (len(Phase) + 1)]
-    rows += [(event, *(TRANSITIONS.get((phase, event), "refused") for phase in Phase)) for event in ChangeEvent]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("| --- ", "|---").replace("--- |", "---|")
+TRANSITIONS = TransitionTable(
+    "a change",
+    Phase,
+    {
+        ChangeEvent.BEGUN: dict.fromkeys(Phase, Phase.UNDER_WAY),
+        ChangeEvent.STAGE_READY: {Phase.UNDER_WAY: Phase.UNDER_WAY, Phase.GOING_BACK: Phase.GOING_BACK},
+        ChangeEvent.REACHED: {Phase.UNDER_WAY: Phase.PROVING, Phase.GOING_BACK: Phase.NONE},
+        ChangeEvent.FAILED: {
+            **dict.fromkeys((Phase.UNDER_WAY, Phase.PROVING), Phase.GOING_BACK),
+            Phase.GOING_BACK: Phase.NONE,
+        },
+        ChangeEvent.START_FAILED: {Phase.UNDER_WAY: Phase.NONE},
+        ChangeEvent.GPU_LOST: dict.fromkeys(Phase, Phase.NONE),
+        ChangeEvent.WITHDRAWN: {**{phase: phase for phase in Phase}, Phase.PROVING: Phase.NONE},
+        ChangeEvent.PROVED: {Phase.PROVING: Phase.NONE},
+    },
+)

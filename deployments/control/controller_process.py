@@ -63,8 +63,7 @@ def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None
 
 def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
     """Return what `keep_ground` stored; empty when it stored nothing."""
-    raw = store.get(_GROUND)
-    if raw is None:
+    if (raw := store.get(_GROUND)) is None:
         return Profiles([]), ()
     ground = json.loads(raw)
     profiles = Profiles([parse_document(Profile, data, origin="profiles") for data in ground["profiles"]])
@@ -167,10 +166,9 @@ class ControllerReplica:
 
     async def advice(self) -> AdvisedPlan:
         """Return the advised plan; raise `EnvironmentFaultError` when there is none."""
-        found = await self._do(lambda live: live.controller.advice)
-        if found is None:
+        if (advice := await self._do(lambda live: live.controller.advice)) is None:
             raise EnvironmentFaultError("the controller advises no other plan now. See `tenuto control log`.")
-        return found
+        return advice
 
     async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> int:
         """Want another deployment, and go over to it, make before break. Return its number: the lines of the log, and
@@ -298,8 +296,7 @@ class ControllerReplica:
                         planner.close()
                         planner = None
                     self._looked_s = time.monotonic()
-                    begun = self._begin(self._settings, self._count, self._wake.set)
-                    if begun is None:
+                    if (begun := self._begin(self._settings, self._count, self._wake.set)) is None:
                         self._perform(None)
                         self._wait(self._settings.look_s)
                         continue
@@ -354,8 +351,7 @@ def begin_on_cluster(
     history, stored = History(store), ControlMemory(store)
     before, deployed = history.latest(), Applications().deployed()
     running = None if deployed is None else history.running(deployed)
-    begun = begun_from(history, stored, running, is_found=history.latest() != before)
-    if begun is None:
+    if (begun := begun_from(history, stored, running, is_found=history.latest() != before)) is None:
         return None
     deployment, memory = begun
     import_applications(deployment.config())

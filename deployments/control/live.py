@@ -135,9 +135,8 @@ class LiveSystem:
         self._read_status = read_status
         self._gpus = gpus
         self._gpulets = _gpulets_of(deployment.config())  # the plan's applications, by name
-        self._places = {
-            name: app.spec.gpu for name, app in self._gpulets.items() if app.spec
-        }  # of every gpu-let so far
+        # Of every gpu-let so far.
+        self._places = {name: app.spec.gpu for name, app in self._gpulets.items() if app.spec}
         self._plan = deployment.plan
         self._known = {application_name(gpulet.id): gpulet for gpulet in self._plan.gpulets}  # every gpu-let so far
         self._short: frozenset[str] = frozenset()  # applications that wait until there is memory for them
@@ -174,8 +173,7 @@ class LiveSystem:
         deployment = base.with_plan(plan)
         gpulets = _gpulets_of(deployment.config())
         idle = _idle(deployment, plan, standby)
-        migration = self._moved(deployment.partition, now_s)
-        if migration is not None:
+        if (migration := self._moved(deployment.partition, now_s)) is not None:
             deployment = deployment.model_copy(update={"partition": migration.before})
         waited = {application_name(name): app for name, app in self._standby.items() if name not in idle}
         self._standby, self._waiting = idle, tuple(standby)
@@ -533,9 +531,8 @@ class Live:
     @property
     def is_idle(self) -> bool:
         """Whether nothing happens before somebody asks for it."""
-        is_off, change = self.controller.mode == "off", self.controller.change
         is_quiet = self._has_looked and self.system.is_settled and not self.system.strays
-        return is_off and change is None and is_quiet
+        return self.controller.mode == "off" and self.controller.change is None and is_quiet
 
     def step(self, now_s: float) -> bool:
         """Take one look and carry out the decisions; return whether the gateways answered."""

@@ -90,10 +90,9 @@ class Operations:
         Raises:
             EnvironmentFaultError: nothing is deployed.
         """
-        found = self._applications.deployed() if is_serving() else None
-        if found is None:
+        if (deployed := self._applications.deployed() if is_serving() else None) is None:
             raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
-        return self._history.running(found)
+        return self._history.running(deployed)
 
     def settled(self) -> Deployment:
         """Return what is deployed, once the controller's change under way is over.
@@ -309,9 +308,6 @@ class Operations:
         Raises:
             EnvironmentFaultError: an application does not end.
         """
-        if not is_serving():
-            _forget_life(self._store)
-            return []
         return _remove(self._applications, self._store)
 
     # --- the controller -----------------------------------------------------------------------------------------------
@@ -433,8 +429,7 @@ def sign_launcher(store: Store) -> None:
 
 def is_orphaned(store: Store) -> bool:
     """Whether the deployment was to end with a process of this machine that is gone."""
-    raw = store.get(_LAUNCHER)
-    if raw is None:
+    if (raw := store.get(_LAUNCHER)) is None:
         return False
     signed = json.loads(raw)
     return bool(signed["machine"] == machine_id() and signed["started"] != str(Processes().started_at(signed["pid"])))
@@ -451,7 +446,7 @@ def _await_none(left: Callable[[], list[str]], verb: str, limit_s: float, sleep:
 
 def _remove(applications: Applications, store: Store) -> list[str]:
     """Drain and remove every application of ours, and forget its life; return their names."""
-    ours = sorted(name for name in applications.states() if is_ours(name))
+    ours = sorted(name for name in applications.states() if is_ours(name)) if is_serving() else []
     if ours:
         from ray.exceptions import ActorDiedError
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.deployments.dispatch.in_flight import Batch
+from tenuto.deployments.dispatch.readiness import READINESS, GpuletEvent, Readiness
 from tenuto.deployments.wire.messages import GpuletState, HeldBlocks
 from tenuto.deployments.wire.peer import Connection, ConnectionEvents, Finder, PeerConnection
 from tenuto.deployments.wire.status import GpuletStatus, RunningBatch
@@ -45,9 +46,8 @@ class AttachedGpulet:
     programs: tuple[Program, ...] = ()
     running: dict[int, Batch] = field(default_factory=dict)
     is_used: bool = False  # the core may use it
-    is_closing: bool = False  # it said that it runs no more batches
-    is_hanging: bool = False  # a batch should have ended long ago
-    rest: asyncio.TimerHandle | None = None  # ends its rest: it said a moment ago that it could not run a batch
+    readiness: Readiness = Readiness.AWAY
+    rest: asyncio.TimerHandle | None = None  # ends its rest
     failures: int = 0  # in a row
     busy_ms: float = 0.0  # measured time of its batches
     predicted_ms: float = 0.0  # planned time of its batches
@@ -60,7 +60,7 @@ class AttachedGpulet:
     def is_ready(self) -> bool:
         """Whether it is connected, takes batches and holds the plan's programs. It may still run an earlier batch."""
         state = self.connection.state
-        if state is None or not self.connection.is_up or self.is_closing or self.is_hanging or self.rest is not None:
+        if state is None or not self.connection.is_up or self.readiness is not Readiness.CONNECTED:
             return False
         return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
 
@@ -77,18 +77,22 @@ class AttachedGpulet:
             batch.release_memory()
         self.running.clear()
         self.is_used = False
-        self.is_closing = False
-        self.is_hanging = False
-        self.end_rest()
+        self.take_event(GpuletEvent.LOST)
         return lost
 
-    def begin_rest(self, then: Callable[[], None]) -> None:
+    def take_event(self, event: GpuletEvent) -> None:
+        """Be as ready as an event leaves it."""
+        self.end_rest()
+        self.readiness = READINESS.after(self.readiness, event)
+
+    def fail(self, then: Callable[[], None]) -> None:
         """Count a failure, and let the gpu-let rest; `then` is called when the rest is over, unless it ends before.
         Each rest is longer, so that a gpu-let that fails all batches at once does not draw the traffic."""
-        self.end_rest()
+        self.take_event(GpuletEvent.FAILED)
         self.failures += 1
         rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (self.failures - 1))
-        self.rest = asyncio.get_running_loop().call_later(rest_s, then)
+        if self.readiness is Readiness.RESTING:
+            self.rest = asyncio.get_running_loop().call_later(rest_s, then)
 
     def end_rest(self) -> None:
         """End its rest now, if it rests."""
@@ -145,17 +149,16 @@ class Fleet:
         with ids in `standby` are connected as well."""
         old = {gpulet.id: gpulet for gpulet in (*self._gpulets, *self._standby)}
         self._plan = plan
-        self._gpulets = []
-        for index, planned in enumerate(plan.gpulets):
-            gpulet = old.pop(planned.id) if planned.id in old else self._attach(planned.id)
-            gpulet.index, gpulet.programs = index, planned.programs
-            gpulet.is_used = False
-            self._gpulets.append(gpulet)
-        self._standby = []
-        for name in standby:
+
+        def attached(name: str, index: int | None = None) -> AttachedGpulet:
             gpulet = old.pop(name) if name in old else self._attach(name)
-            gpulet.index, gpulet.is_used = None, False
-            self._standby.append(gpulet)
+            gpulet.index, gpulet.is_used = index, False
+            return gpulet
+
+        self._gpulets = [attached(planned.id, index) for index, planned in enumerate(plan.gpulets)]
+        for gpulet, planned in zip(self._gpulets, plan.gpulets, strict=True):
+            gpulet.programs = planned.programs
+        self._standby = [attached(name) for name in standby]
         for gpulet in old.values():
             self._retire(gpulet)
 
@@ -252,7 +255,6 @@ class Fleet:
 
     def pop_batch(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
         """Return an answered batch and forget it; None if its number is not known."""
-        batch = gpulet.running.pop(number, None)
-        if batch is not None:
+        if (batch := gpulet.running.pop(number, None)) is not None:
             batch.release_memory()
         return batch

@@ -78,8 +78,7 @@ class Generations:
         return [each for each in self._fleet if each.is_ready and any(model in p.models for p in each.programs)]
 
     def _send_now(self, number: int) -> None:
-        generation = self._open.get(number)
-        if generation is not None:
+        if (generation := self._open.get(number)) is not None:
             self._at[number].connection.send(generation.message(self._clock_ms()))
 
     def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
@@ -112,17 +111,14 @@ class Generations:
             gpulet.batches += 1
             self._accounts.advice.executed(gpulet.id, generated.execution_ms)
         for number, scores in generated.scores:
-            generation = self._open.get(number)
-            if generation is not None:
+            if (generation := self._open.get(number)) is not None:
                 generation.asker.scored(scores)
         for number, token in generated.tokens:
-            generation = self._open.get(number)
-            if generation is not None:
+            if (generation := self._open.get(number)) is not None:
                 self._accounts.token_came(generation, now_ms)
                 generation.add_token(token, now_ms)
         for ended in generated.ended:
-            generation = self._open.get(ended.number)
-            if generation is not None:
+            if (generation := self._open.get(ended.number)) is not None:
                 self._forget(ended.number)
                 self._end(generation, gpulet, ended, now_ms)
 

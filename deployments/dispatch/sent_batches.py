@@ -23,6 +23,7 @@ from tenuto.deployments.dispatch.generations import Generations
 from tenuto.deployments.dispatch.in_flight import Batch, Request, Rerun, pack_batch, split_reply
 from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.dispatch.open_requests import OpenRequests
+from tenuto.deployments.dispatch.readiness import READINESS, GpuletEvent, Readiness
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.liveness import GIVEN_UP_S
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, Generated, GpuletCloses, Message
@@ -157,7 +158,7 @@ class SentBatches:
                 lost_ms = batch.finish_ms + 1000.0 * GIVEN_UP_S
                 if lost_ms > now:
                     next_ms = min(next_ms, lost_ms)
-                elif not gpulet.is_hanging:
+                elif gpulet.readiness in READINESS.transitions[GpuletEvent.OVERDUE]:
                     hanging.append(gpulet)
                 next_ms = min(next_ms, self._answer_overdue(gpulet, batch, now))
         wait_ms = max(_LEAST_OVERDUE_MS, next_ms - now)
@@ -183,7 +184,7 @@ class SentBatches:
         now = self._core.time.now_ms
         for gpulet in dict.fromkeys(hanging):
             self._accounts.happened("gpu-let hangs", f"{gpulet.id}: a batch should have ended {GIVEN_UP_S:g} s ago")
-            gpulet.is_hanging = True
+            gpulet.take_event(GpuletEvent.OVERDUE)
             self._withhold(gpulet, now)
         self._core.carry_out(now)
         self._on_change()
@@ -194,6 +195,7 @@ class SentBatches:
         """Take note that a gpu-let is connected."""
         gpulet = self.fleet.behind(connection)
         gpulet.failures = 0
+        gpulet.take_event(GpuletEvent.CONNECTED)
         self._accounts.happened("gpu-let connected", gpulet.id)
         self.state_changed(connection)
 
@@ -233,8 +235,7 @@ class SentBatches:
             logger.warning("gpu-let %s sent a %s, which nobody asked for", gpulet.id, type(message).__name__)
 
     def _batch_ran(self, gpulet: AttachedGpulet, ran: BatchRan, body: memoryview) -> None:
-        batch = self._answered(gpulet, ran.number)
-        if batch is None:
+        if (batch := self._answered(gpulet, ran.number)) is None:
             return
         core = self._core
         now = core.time.now_ms
@@ -264,8 +265,8 @@ class SentBatches:
         """Return the batch that a gpu-let answers; None for one that was given up. A gpu-let that has answered all its
         batches does not hang."""
         batch = self.fleet.pop_batch(gpulet, number)
-        if gpulet.is_hanging and not gpulet.running:
-            gpulet.is_hanging = False
+        if gpulet.readiness is Readiness.HANGING and not gpulet.running:
+            gpulet.take_event(GpuletEvent.ANSWERED)
             self._on_change()
         return batch
 
@@ -282,8 +283,7 @@ class SentBatches:
     def _batch_failed(self, gpulet: AttachedGpulet, failed: BatchFailed) -> None:
         """Run a batch again in halves when its model raised an error: requests that fail alone are at fault. When the
         gpu-let says that it cannot run batches, let it rest and queue the requests once more."""
-        batch = self._answered(gpulet, failed.number)
-        if batch is None:
+        if (batch := self._answered(gpulet, failed.number)) is None:
             return
         now = self._core.time.now_ms
         if failed.may_retry:
@@ -334,12 +334,12 @@ class SentBatches:
         """Use a gpu-let no more for a moment. One that cannot run batches would be idle at once and draw the
         traffic."""
         self._withhold(gpulet, now)
-        gpulet.begin_rest(partial(self._rested, gpulet))
+        gpulet.fail(partial(self._rested, gpulet))
         self._accounts.happened("gpu-let rests", f"{gpulet.id}: it could not run a batch")
         self._on_change()
 
     def _rested(self, gpulet: AttachedGpulet) -> None:
-        gpulet.end_rest()
+        gpulet.take_event(GpuletEvent.RESTED)
         self._offer_now(gpulet)
         self._on_change()
 
@@ -347,7 +347,7 @@ class SentBatches:
         """Send no more batches to a gpu-let that closes. It still answers the batches that it has begun; generations
         go on elsewhere."""
         logger.warning("gpu-let %s closes: %s", gpulet.id, message.reason)
-        gpulet.is_closing = True
+        gpulet.take_event(GpuletEvent.CLOSES)
         self._accounts.happened("gpu-let closes", f"{gpulet.id}: {message.reason}")
         now = self._core.time.now_ms
         if gpulet.is_used:

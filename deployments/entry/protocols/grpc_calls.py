@@ -616,9 +616,8 @@ class GrpcServer:
         self.reader = InferReader(takes_bytes)
         self.reflection = ReflectionServicer((SERVICE, HEALTH, REFLECTION), POOL)
         self._known: BoundedCache[Headers, Metadata] = BoundedCache(MOST_CACHED_HEADS)
-        self._heads: BoundedCache[tuple[int, bytes, bytes], Head] = BoundedCache(
-            MOST_CACHED_HEADS
-        )  # by metadata, method and URL
+        # By metadata, method and URL.
+        self._heads: BoundedCache[tuple[int, bytes, bytes], Head] = BoundedCache(MOST_CACHED_HEADS)
         self._numbers = itertools.count()
         named: dict[str, Callable[[GrpcServer, CallStream, Metadata], Call]] = {
             f"{SERVICE}/ModelInfer": UnaryInferCall,

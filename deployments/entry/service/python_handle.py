@@ -32,7 +32,6 @@ from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer, Refused
 from tenuto.deployments.wire.arena import Arena, Slot
-from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.status import Served
 from tenuto.deployments.wire.tensors import Buffer, InputPart, pack_elements
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
@@ -102,17 +101,10 @@ class TenutoHandle:
             raise EnvironmentFaultError("Tenuto has no plan yet. Wait a moment, or apply one with `serve deploy`.")
         plan = Plan.from_data(served.plan, origin="the running Tenuto", is_whole=False)
         sub_clusters = served.sub_clusters
-
-        def find(name: str) -> Finder:
-            return find_dispatcher(name) if sub_clusters else find_gateway()
-
+        find = find_dispatcher if sub_clusters else lambda _name: find_gateway()
         dispatchers = DispatcherClient(find, is_watched=False)  # its loop is the user's
-        await dispatchers.apply(
-            plan,
-            sub_clusters or {ALONE: tuple(spec.name for spec in plan.models)},
-            dispatchers=served.dispatchers,
-            wait_s=wait_s,
-        )
+        models = sub_clusters or {ALONE: tuple(spec.name for spec in plan.models)}
+        await dispatchers.apply(plan, models, dispatchers=served.dispatchers, wait_s=wait_s)
         return cls(dispatchers)
 
     async def __aenter__(self) -> TenutoHandle:
@@ -155,17 +147,12 @@ class TenutoHandle:
         if version and versions:
             cure = f"Ask for one of {', '.join(versions)}, or connect again after the plan has changed."
             raise refused("version", version, f"is no version of '{model}' in the plan", cure)
-        raise refused(
-            "model",
-            model,
-            f"is not in the plan that was served at the connection ({', '.join(names) or '(none)'})",
-            "Ask for one of them, or connect again after the plan has changed.",
-        )
+        rule = f"is not in the plan that was served at the connection ({', '.join(names) or '(none)'})"
+        raise refused("model", model, rule, "Ask for one of them, or connect again after the plan has changed.")
 
     def _split(self, model: str) -> Split | None:
         """Return the split of requests that name no version; None for a model without versions."""
-        versions = self._versions.get(model)
-        if versions is None:
+        if (versions := self._versions.get(model)) is None:
             return None
         return traffic_splits(versions, self._dispatchers.is_ready, self._dispatchers.signature).get(model)
 
@@ -276,8 +263,7 @@ class TenutoHandle:
         """
         spec = self._plan.model(self._name(model, None))
         self._limits(model)
-        tokenizer = tokenizer_of(spec)
-        if tokenizer is None:
+        if (tokenizer := tokenizer_of(spec)) is None:
             raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         asked = self._read_generation(model, tokenizer, prompt=prompt, **options)
@@ -328,8 +314,7 @@ class TenutoHandle:
             raise InvalidInputError(error.message) from None
 
     def _limits(self, model: str) -> GenerationLimits:
-        limits = self.interface(model).signature.generates
-        if limits is None:
+        if (limits := self.interface(model).signature.generates) is None:
             raise refused("model", model, "has no language-modelling head", "Use `infer`.")
         return limits
 
@@ -413,31 +398,30 @@ def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> tuple[list[m
     parts = []
     shapes: list[tuple[int, ...]] = []
     for tensor in interface.inputs:
+        where = f"inputs.{tensor.name}"
         if tensor.name not in inputs:
-            problems.append(Problem(f"inputs.{tensor.name}", None, "is missing", "Give one array per input."))
+            problems.append(Problem(where, None, "is missing", "Give one array per input."))
             continue
-        if tensor.dtype == BYTES:
-            elements = np.asarray(inputs[tensor.name], object)
-            shapes.append(elements.shape)
-            if not tensor.takes(elements.shape) or not all(type(each) is bytes for each in elements.flat):
-                rule = f"must be {list(tensor.shape)} bytes objects, one sample without a batch dimension"
-                found = f"{type(inputs[tensor.name]).__name__} {list(elements.shape)}"
-                problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Encode texts, and send samples alone."))
-            elif (size := packed_bytes(elements.ravel())) > tensor.most_bytes:
-                rule = f"must take at most {tensor.most_bytes} bytes, the lengths of its elements included"
-                problems.append(Problem(f"inputs.{tensor.name}", size, rule, "Send less."))
-            else:
-                parts.append(memoryview(pack_elements(elements.flat)))
-            continue
-        array = np.asarray(inputs[tensor.name])
+        given, is_bytes = inputs[tensor.name], tensor.dtype == BYTES
+        array = np.asarray(given, object if is_bytes else None)
         shapes.append(array.shape)
-        if not tensor.takes(array.shape) or not np.can_cast(array.dtype, tensor.dtype, casting="same_kind"):
-            found = f"{array.dtype} {list(array.shape)}"
+        if is_bytes:
+            fits = all(type(each) is bytes for each in array.flat)
+        else:
+            fits = np.can_cast(array.dtype, tensor.dtype, casting="same_kind")
+        if not tensor.takes(array.shape) or not fits:
+            kind = type(given).__name__ if is_bytes else array.dtype
             rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension"
-            problems.append(Problem(f"inputs.{tensor.name}", found, rule, "Convert it, or send samples one by one."))
+            cure = "Encode texts, convert numbers, and send samples one by one."
+            problems.append(Problem(where, f"{kind} {list(array.shape)}", rule, cure))
+        elif is_bytes and (size := packed_bytes(array.ravel())) > tensor.most_bytes:
+            rule = f"must take at most {tensor.most_bytes} bytes, the lengths of its elements included"
+            problems.append(Problem(where, size, rule, "Send less."))
+        elif is_bytes:
+            parts.append(memoryview(pack_elements(array.flat)))
         elif tensor.below is not None and array.size and not (array.min() >= 0 and array.max() < tensor.below):
             rule = f"must be between 0 and {tensor.below - 1}"
-            problems.append(Problem(f"inputs.{tensor.name}", int(array.max()), rule, "Use the model's own tokeniser."))
+            problems.append(Problem(where, int(array.max()), rule, "Use the model's own tokeniser."))
         else:
             parts.append(np.ascontiguousarray(array, dtype=tensor.dtype).reshape(-1).view(np.uint8).data)
     if not problems:
