@@ -27,8 +27,8 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, EndedSequence, Generated, Message
-from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
-from tenuto.errors import first_line, new_incident
+from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, most_row_bytes, pack_outputs
+from tenuto.errors import first_line, new_incident, refused
 from tenuto.outcome import Outcome
 from tenuto.profiles.networks.device import loses_device
 from tenuto.profiles.networks.inputs import Arrays, Blocks
@@ -200,9 +200,17 @@ class WorkerThread:
         self, member: str, rows: int, outputs: Sequence[Arrays]
     ) -> list[tuple[int, list[RowOutput], list[memoryview]]]:
         """Return the number of rows of each part of a member's outputs, and how it travels."""
-        axes = {spec.name: spec.axis for spec in self._executor.signature(member).outputs}
+        signature = self._executor.signature(member)
+        axes = {spec.name: spec.axis for spec in signature.outputs}
         counts = [rows] if len(outputs) == 1 else [len(next(iter(part.values()))) for part in outputs]
-        return [(count, *pack_outputs(part, count, axes)) for count, part in zip(counts, outputs, strict=True)]
+        packed = [(count, *pack_outputs(part, count, axes)) for count, part in zip(counts, outputs, strict=True)]
+        if not signature.is_plain:
+            most = most_row_bytes(signature.outputs, signature.sizes)
+            largest = max([sum([output.row_bytes for output in described]) for _, described, _ in packed])
+            if largest > most:
+                rule, cure = f"a request's outputs take at most {most} bytes", "Raise the `most` of its sizes."
+                raise refused(f"outputs of {member}", largest, rule, cure)
+        return packed
 
     def _generate(self, arrived: ArrivedSequence) -> None:
         """Take a sequence, or answer why not."""

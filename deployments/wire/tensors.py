@@ -20,7 +20,7 @@ Blocks = dict[str, list[Array]]
 Buffer = bytes | bytearray | memoryview
 
 # The Open Inference Protocol's names of the numbers that are served, and numpy's: BOOL, UINT8, INT64, FP32, … BF16 is
-# not accepted: numpy has no type for it. BYTES is no number: `BYTES` of the catalogue.
+# widened to FP32 at the door: numpy has no type for it. BYTES is no number: `BYTES` of the catalogue.
 DATATYPES = {dtype.upper().replace("FLOAT", "FP"): dtype for dtype in DTYPES}
 
 

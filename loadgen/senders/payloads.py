@@ -21,8 +21,17 @@ _STARTS = 4096  # format: of our prompts: places where they begin; more would on
 _LARGEST_TOKEN = 20_000  # format: of our prompts: tokens below the vocabulary of every model in the catalogue
 
 
-def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
-    """Return eight bodies, one sample each.
+_FIXED: Sequence[Mapping[str, int]] = ({},) * 8  # format: of our bodies: their number where shapes are fixed
+
+
+def make_bodies(
+    metadata: Mapping[str, Any],
+    generator: np.random.Generator,
+    *,
+    binary: bool = True,
+    sizes: Sequence[Mapping[str, int]] = _FIXED,
+) -> list[Body]:
+    """Return bodies of one sample each: one for each of `sizes`, by default eight.
 
     Floats are standard normal, as normalised images are. Whole numbers are token ids, in BYTES written as text. An
     input with `mask` in its name is all ones.
@@ -31,24 +40,25 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
         metadata: the server's answer to GET /v2/models/{model}.
         generator: source of randomness.
         binary: tensors are raw bytes behind a JSON header; False: JSON numbers, which cost both sides far more.
+        sizes: of every body, by name, for a model whose inputs vary in shape.
 
     Raises:
-        InvalidInputError: an input has a datatype or shape that cannot be generated.
+        InvalidInputError: an input has a datatype, or a size that `sizes` does not have.
     """
     inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
     bodies = []
-    for _ in range(8):
+    for own in sizes:
         described: list[dict[str, Any]] = []
         parts: list[bytes] = []
         for tensor in inputs:
             is_bytes = tensor["datatype"] == "BYTES"
             dtype = "int64" if is_bytes else DATATYPES.get(tensor["datatype"])
-            shape = [1, *tensor["shape"][1:]]
-            if dtype is None or any(size < 1 for size in shape):
+            named = tensor.get("dimensions") or [None if each == -1 else each for each in tensor["shape"]]
+            shape = [1 if each is None else own.get(each, -1) if isinstance(each, str) else each for each in named]
+            if dtype is None or any(size < 0 for size in shape):
                 raise InvalidInputError(
-                    f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {tensor['shape']}) "
-                    "cannot be generated. "
-                    "Only fixed shapes of numbers and of BYTES are."
+                    f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {named}) cannot be "
+                    "generated. Only numbers and BYTES are, of fixed shapes or of the model's `sizes` in the workload."
                 )
             values = _values(tensor["name"], np.dtype(dtype), shape, generator)
             entry: dict[str, Any] = {"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape}

@@ -22,8 +22,10 @@ from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, elemen
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 
 PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
-_KNOWN_DATATYPES = {name: numpy_name for numpy_name, name in PROTOCOL_NAMES.items()}
+_BFLOAT = "bfloat16"  # no type of numpy: its values are widened to float32 when they come
+_KNOWN_DATATYPES = {"BF16": _BFLOAT, **{name: numpy_name for numpy_name, name in PROTOCOL_NAMES.items()}}
 DTYPES = {numpy_name: np.dtype(numpy_name) for numpy_name in DATATYPES.values()}
+_BFLOAT_BYTES = 2  # format: of a value of BF16
 MAX_SAMPLES = 1024  # limit: of one request
 # limit: a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
 MOST_JSON_BYTES = 4 << 20
@@ -63,7 +65,7 @@ class TensorSpec(TensorSignature):
 
     def sample_bytes(self, dtype: str) -> int:
         """Bytes of one sample in one of the dtypes of numbers."""
-        return self.elements * DTYPES[dtype].itemsize
+        return self.elements * (_BFLOAT_BYTES if dtype == _BFLOAT else DTYPES[dtype].itemsize)
 
     def dtype_of(self, datatype: Any) -> str:
         """Return the numpy dtype of a protocol datatype that this input takes.
@@ -72,15 +74,24 @@ class TensorSpec(TensorSignature):
             BadRequestError: it takes another.
         """
         dtype = _KNOWN_DATATYPES.get(datatype) if isinstance(datatype, str) else None
+        if dtype == _BFLOAT and self.dtype == "float32":
+            return dtype
         if dtype is None or (dtype != self.dtype and dtype not in self.accepts):
             taken = " or ".join(PROTOCOL_NAMES[each] for each in (self.dtype, *self.accepts))
             raise BadRequestError(f"input '{self.name}' has datatype {datatype!r}; the model takes {taken}.")
         return dtype
 
     def metadata(self) -> dict[str, Any]:
-        """Return the tensor's entry in the model metadata; -1 is the batch dimension, or a size that varies."""
+        """Return the tensor's entry in the model metadata; -1 is the batch dimension, or a size that varies.
+        `dimensions` then has the names of sizes, null for the batch."""
         shape = [-1 if isinstance(each, str) else each for each in self.whole_shape("n")]
-        return {"name": self.name, "datatype": self.datatype, "shape": shape}
+        said = {"name": self.name, "datatype": self.datatype, "shape": shape}
+        if not any(isinstance(each, str) for each in self.shape):
+            return said
+        named: list[int | str | None] = [*self.shape]
+        if self.axis is not None:
+            named.insert(self.axis, None)
+        return {**said, "dimensions": named}
 
     def sample_shape(self, shape: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
         """Return how many samples a shape of any size holds (None: the tensor has no batch dimension), and the shape of
@@ -138,7 +149,10 @@ class InferHeader:
         arena, offset = ("", 0) if slot is None else (slot.arena, slot.offset + at)
         for spec, dtype, source in self.tensors:
             if isinstance(source, range):
-                part = InputPart(binary[source.start : source.stop], dtype, arena, offset + source.start)
+                data = binary[source.start : source.stop]
+                part = InputPart(data, dtype, arena, offset + source.start)
+                if dtype == _BFLOAT:
+                    part = InputPart((np.frombuffer(data, np.uint16).astype(np.uint32) << 16).tobytes())
             else:
                 part = InputPart(source, dtype)
             if dtype == BYTES:
@@ -516,6 +530,8 @@ def _source(tensor: TensorJson[Any], spec: TensorSpec, dtype: str, count: int, a
     data = tensor.data
     if data is msgspec.UNSET:
         raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
+    if dtype == _BFLOAT:
+        raise BadRequestError(f"input '{spec.name}' is BF16, which is sent as binary data. Send it so, or FP32.")
     if dtype == BYTES:
         return _read_texts(data, spec, tensor.shape)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.deployments.entry.http.exchange import BadRequestError
 from tenuto.deployments.entry.protocols.oip_answers import JsonRows, encode_response
 from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec
 from tenuto.deployments.wire.answers import Executed
@@ -148,3 +149,25 @@ def test_a_type_that_is_not_served_is_named_with_those_that_are() -> None:
     for dtype in ("str", "complex64", "FP32", "float8"):
         with pytest.raises(Exception, match=r"is not served.*float32"):
             TensorSignature("x", dtype, (1,))
+
+
+def test_bf16_is_widened_without_a_change_and_only_as_binary_data() -> None:
+    values = torch.tensor([0.1, -1 / 3, 3e38, float("inf"), 1e-40, -0.0]).to(torch.bfloat16)
+    data = values.view(torch.int16).numpy().tobytes()
+    reader = RequestReader([TensorSpec("x", "float32", (3,)), TensorSpec("n", "int64", (1,))])
+
+    def described(**more: Any) -> list[dict[str, Any]]:
+        x = {"name": "x", "shape": [2, 3], "datatype": "BF16", **more}
+        return [x, {"name": "n", "shape": [2, 1], "datatype": "INT64", "data": [1, 2]}]
+
+    head = json.dumps({"inputs": described(parameters={"binary_data_size": len(data)})}).encode()
+    samples = reader.read(head + data, len(head)).parts
+    read = np.concatenate([np.frombuffer(x.data, np.float32) for x, _ in samples])
+    np.testing.assert_array_equal(read.view(np.uint32), values.float().numpy().view(np.uint32))
+    with pytest.raises(BadRequestError, match="BF16, which is sent as binary data"):
+        reader.read(json.dumps({"inputs": described(data=[0.5] * 6)}).encode())
+    with pytest.raises(BadRequestError, match="announces 24 binary bytes; its shape needs 12"):
+        reader.read(json.dumps({"inputs": described(parameters={"binary_data_size": 24})}).encode())
+    whole = {"inputs": [{"name": "n", "shape": [1, 1], "datatype": "BF16", "data": [1]}]}
+    with pytest.raises(BadRequestError, match="datatype 'BF16'; the model takes INT64"):
+        reader.read(json.dumps(whole).encode())

@@ -18,6 +18,7 @@ from tenuto.deployments.entry.service.planned_model import ModelInterface
 from tenuto.deployments.entry.service.python_handle import TenutoHandle
 from tenuto.deployments.wire.tensors import most_row_bytes
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.senders.payloads import make_bodies
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, TensorSignature
 from tests.deployments.entry.test_bytes import Served
@@ -118,6 +119,13 @@ async def test_metadata_says_which_dimensions_vary(served: Served) -> None:
     said = (await served.client.get("/v2/models/m")).json()
     assert [each["shape"] for each in said["inputs"]] == [[-1, -1], [2, -1, 3], []]
     assert [each["shape"] for each in said["outputs"]] == [[-1, -1, 2], [2, -1, 3]]
+    assert [each.get("dimensions") for each in said["inputs"]] == [[None, "tokens"], None, None]
+    sizes = [{"tokens": tokens} for tokens in (2, 9, 50)]
+    for body, own in zip(make_bodies(said, np.random.default_rng(0), binary=False, sizes=sizes), sizes, strict=True):
+        answer = await served.client.post("/v2/models/m/infer", content=body.data)
+        assert answer.json()["outputs"][0]["shape"] == [1, own["tokens"], 2]
+    with pytest.raises(InvalidInputError, match=r"INT64 \[None, 'tokens'\]\) cannot be generated.*`sizes`"):
+        make_bodies(said, np.random.default_rng(0))
     configured = (await served.client.get("/v2/models/m/config")).json()
     assert [each["dims"] for each in configured["input"]] == [[-1], [2, 3], []]
 
@@ -242,3 +250,25 @@ async def test_a_file_answers_mixed_sizes_and_one_bad_request_never_harms_its_ba
 
     await asyncio.gather(*map(ask, range(40)))
     await served.close()
+
+
+async def test_more_outputs_than_the_sizes_allow_fail_that_request_alone(tmp_path: Path) -> None:
+    """A network whose outputs no size bounds could otherwise send more than a connection takes."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    make, number = onnx.helper, onnx.TensorProto
+    x, y = (make.make_tensor_value_info(name, number.INT64, shape) for name, shape in (("x", [1]), ("y", ["made"])))
+    graph = make.make_graph([make.make_node("ConstantOfShape", ["x"], ["y"], value=ones(onnx))], "net", [x], [y])
+    made = make.make_model(graph, opset_imports=[make.make_opsetid("", 17)], ir_version=9)
+    onnx.save(made, tmp_path / "net.onnx")
+    served = Served()
+    await served.start(make_plan("cpu", source=str(tmp_path / "net.onnx")))
+    asked = [{"name": "x", "datatype": "INT64", "shape": [1], "data": [count]} for count in (3, 100_000, 4096)]
+    answers = await asyncio.gather(*(served.client.post("/v2/models/m/infer", json={"inputs": [a]}) for a in asked))
+    assert [answer.status_code for answer in answers] == [200, 500, 200]
+    assert [len(answer.json()["outputs"][0]["data"]) for answer in answers[::2]] == [3, 4096]
+    await served.close()
+
+
+def ones(onnx: Any) -> Any:
+    return onnx.helper.make_tensor("value", onnx.TensorProto.INT64, [1], [1])
