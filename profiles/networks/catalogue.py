@@ -140,7 +140,7 @@ class TextInput:
 
     `prefix` and `suffix` are the identifiers a network expects around a text (BERT's [CLS] and [SEP]). Without a
     `tokenizer_path` (a local `tokenizer.json`) words are hashed into [first_word_id, vocabulary_size): deterministic,
-    and honest only for random weights or for measuring.
+    and honest only for random weights or for measuring. With `truncate` a longer text is cut; without, it is refused.
     """
 
     sequence_length: int
@@ -151,6 +151,7 @@ class TextInput:
     first_word_id: int = 0
     padding_side: Literal["left", "right"] = "right"
     tokenizer_path: str | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,9 @@ class GenerationLimits:
 class ModelSignature:
     """The inputs and outputs of a model. `kind` `tensor` means that the model takes no raw images or texts.
 
-    `labels` names the entries of the first output, in order; empty if there are no names. A model that `generates`
-    takes a prompt and writes tokens, and has neither inputs nor outputs.
+    `labels` names the entries of the first output, in order; empty if there are no names. `answers` says what the first
+    output is: the logits of classes, an embedding, how relevant a text is (`score`), or the logit of that. A model that
+    `generates` takes a prompt and writes tokens, and has neither inputs nor outputs.
 
     `sizes` are the ranges of the sizes that the inputs name, in the order in which requests have them. Outputs may name
     further ones, which only a run tells. `batch` is the only number of rows that the network takes, if there is one.
@@ -185,6 +187,7 @@ class ModelSignature:
     generates: GenerationLimits | None = None
     sizes: Mapping[str, SizeRange] = field(default_factory=dict)
     batch: int | None = None
+    answers: Literal["classes", "embedding", "score", "logit"] = "classes"
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for a classifier with tensors of bytes, or sizes without a range."""
@@ -295,15 +298,20 @@ def image_signature(image: ImageInput, classes: int, platform: str = "pytorch") 
     )
 
 
-def text_signature(text: TextInput, classes: int, platform: str = "pytorch") -> ModelSignature:
-    """Return the signature of a sequence classifier: `input_ids` and `attention_mask` in, `logits` out."""
+def text_signature(
+    text: TextInput, classes: int, platform: str = "pytorch", *, has_pairs: bool = False
+) -> ModelSignature:
+    """Return the signature of a sequence classifier: `input_ids` and `attention_mask` in, `logits` out. One that
+    `has_pairs` of texts also takes `token_type_ids`, which are 1 for the second."""
     shape = (text.sequence_length,)
+    inputs = (
+        TensorSignature("input_ids", "int64", shape, below=text.vocabulary_size),
+        TensorSignature("attention_mask", "int64", shape, below=2),
+        TensorSignature("token_type_ids", "int64", shape, below=2),
+    )
     return ModelSignature(
         kind="text",
-        inputs=(
-            TensorSignature("input_ids", "int64", shape, below=text.vocabulary_size),
-            TensorSignature("attention_mask", "int64", shape, below=2),
-        ),
+        inputs=inputs if has_pairs else inputs[:2],
         outputs=(TensorSignature("logits", "float32", (classes,)),),
         text=text,
         labels=tuple(f"LABEL_{index}" for index in range(classes)),

@@ -16,7 +16,7 @@ from tenuto.errors import first_line, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.import_factory import imported
 from tenuto.profiles.networks.inputs import Arrays, check_range, fitted
-from tenuto.profiles.networks.preprocess import Array, Prediction, postprocess, preprocess
+from tenuto.profiles.networks.preprocess import Array, postprocess, preprocess
 
 
 class Hooks(Protocol):
@@ -35,7 +35,8 @@ class Hooks(Protocol):
 
 
 class Classifier:
-    """The hooks of a model without hooks of its own: a JPEG, PNG or UTF-8 text in, the most likely classes out."""
+    """The hooks of a model without hooks of its own: a JPEG, PNG or UTF-8 text in; out come the most likely classes, or
+    the embedding or score of a text."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self.signature = signature
@@ -44,8 +45,8 @@ class Classifier:
         """Return the tensors of a picture or a text; raises `InvalidInputError` where the body is neither."""
         return preprocess(self.signature, body)
 
-    def postprocess(self, outputs: Mapping[str, Array]) -> list[Prediction]:
-        """Return the five most likely classes."""
+    def postprocess(self, outputs: Mapping[str, Array]) -> Any:
+        """Return the five most likely classes, or what else the first output is."""
         return postprocess(self.signature, outputs)
 
 

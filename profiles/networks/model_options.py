@@ -23,7 +23,8 @@ class BuildOptions(StrictModel):
 
     `config` overrides arguments of the network itself (`{"width_mult": 0.25}`, `{"num_hidden_layers": 2}`): smaller
     networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`; for a model that
-    generates also a folder with one, or `bytes`, which needs no file.
+    generates also a folder with one, or `bytes`, which needs no file. `truncate`: whether texts with more than
+    `sequence_length` tokens are cut, which classifiers do and sentence encoders and rankers do not by themselves.
     """
 
     seed: int = 0
@@ -33,6 +34,7 @@ class BuildOptions(StrictModel):
     num_labels: int | None = Field(default=None, ge=1)
     labels: tuple[str, ...] = ()
     tokenizer: str | None = None
+    truncate: bool | None = None
 
 
 BATCH = "batch"  # the word for the dimension of the batch in `shapes`

@@ -24,6 +24,7 @@ from tenuto.profiles.networks.catalogue import (
     text_signature,
     with_sizes,
 )
+from tenuto.profiles.networks.encoder_files import is_encoder, read_encoder
 from tenuto.profiles.networks.exported import load_exported
 from tenuto.profiles.networks.generating import longest_sequence
 from tenuto.profiles.networks.import_factory import check_path, imported
@@ -111,7 +112,7 @@ def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildO
         if vocabulary != text.vocabulary_size:
             text = _smaller_vocabulary(text, vocabulary)
         _check_length(network.config, options.sequence_length or text.sequence_length, entry.name)
-        text = replace(text, tokenizer_path=_tokenizer(options.tokenizer))
+        text = replace(text, tokenizer_path=_tokenizer(options.tokenizer), truncate=options.truncate is not False)
     signature = replace(entry.signature, text=text)
     labels = options.labels or tuple(f"LABEL_{index}" for index in range(classes))
     return _loaded(classify(network), _sized(signature, classes, options), labels)
@@ -120,8 +121,9 @@ def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildO
 def _from_directory(
     directory: Path, weights_path: str | None, options: BuildOptions, expected: str | None = None
 ) -> LoadedModel:
-    """Load a local transformers sequence classifier, with its `tokenizer.json` if there is one."""
-    from tenuto.profiles.networks.text_networks import classify, load_directory
+    """Load a local transformers sequence classifier, with its `tokenizer.json` if there is one, or a sentence
+    encoder."""
+    from tenuto.profiles.networks.text_networks import classify, load_directory, load_encoder
 
     if weights_path is not None or options.config:
         raise refused(
@@ -130,6 +132,9 @@ def _from_directory(
             "a directory brings its own weights and configuration",
             "Remove `weights_path` and `options.config`.",
         )
+    if expected is None and is_encoder(directory):
+        files = read_encoder(directory, options)
+        return _loaded(load_encoder(files), files.signature, ())
     network = load_directory(directory, expected)
     config = network.config
     # Default: tokens, where neither options nor the network say.
@@ -147,7 +152,23 @@ def _from_directory(
     )
     classes = int(config.num_labels)
     labels = options.labels or tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(classes))
+    if classes == 1:
+        return _loaded(classify(network), _ranker(text, config, options), labels)
+    text = replace(text, truncate=options.truncate is not False)
     return _loaded(classify(network), text_signature(text, classes), labels)
+
+
+def _ranker(text: TextInput, config: Any, options: BuildOptions) -> ModelSignature:
+    """Return the signature of a cross-encoder, a classifier with one label. Its configuration may name what makes the
+    score of its logit, as sentence-transformers has it; otherwise the logistic function does."""
+    named = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+    named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
+    activation = str(named).rpartition(".")[2]
+    if activation not in ("Identity", "Sigmoid"):
+        raise refused("model", named, "is no activation that is known here", "Use Identity or Sigmoid.")
+    has_types = (getattr(config, "type_vocab_size", None) or 0) > 1
+    signature = text_signature(replace(text, truncate=bool(options.truncate)), 1, has_pairs=has_types)
+    return replace(signature, answers="logit" if activation == "Sigmoid" else "score")
 
 
 def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:

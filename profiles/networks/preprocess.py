@@ -7,12 +7,13 @@ own. Texts go through a local `tokenizer.json`, or, if there is none, through a 
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,6 @@ from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TextI
 from tenuto.profiles.networks.inputs import sends_pixels
 
 Array = NDArray[Any]
-Prediction = dict[str, Any]
 
 MAX_PIXELS = 50_000_000  # limit: larger pictures would take gigabytes, so they are refused before they are decoded
 _LOWER_BITS = 8  # format: of a grey value of 16 bits, those that 8 bits do not have
@@ -48,8 +48,12 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
             raise refused(
                 "body", f"byte {error.start}", "not UTF-8 text", "This model reads text; send it as UTF-8."
             ) from error
-        ids, mask = text_tensors(text, signature.text)
-        return {signature.inputs[0].name: ids, signature.inputs[1].name: mask}
+        (tokens,) = encode_texts([text], signature.text)
+        rule = wrong_tokens(tokens, signature.text)
+        if rule is not None:
+            raise refused("body", f"{len(text)} characters", rule, "Send another text.")
+        arrays = token_rows([tokens], signature.text)
+        return {tensor.name: rows[0] for tensor, rows in zip(signature.inputs, arrays, strict=False)}
     raise refused(
         "body",
         f"{len(body)} bytes",
@@ -117,56 +121,86 @@ def _resized(width: int, height: int, shorter_px: int) -> tuple[int, int]:
     return int(shorter_px * width / height), shorter_px
 
 
-def text_tensors(text: str, spec: TextInput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return `input_ids` and `attention_mask` of `spec.sequence_length`; a longer text is cut, keeping the suffix.
+class TextTokens(NamedTuple):
+    """The tokens of a text or of a pair of texts. `types` are 1 for those of the second text."""
+
+    ids: list[int]
+    types: list[int]
+
+
+def encode_texts(
+    texts: Sequence[str] | Sequence[tuple[str, str]], spec: TextInput, *, truncate: bool | None = None
+) -> list[TextTokens]:
+    """Return the tokens of texts, or of pairs of texts. With `truncate`, which `spec` has if it is None, texts are cut
+    to `spec.sequence_length`, keeping the suffix.
 
     Raises:
-        InvalidInputError: no token is left of the text, or the tokenizer does not belong to the model.
+        InvalidInputError: the tokenizer cannot be read.
     """
-    ids = _tokenizer_ids(text, spec) if spec.tokenizer_path is not None else _hashed_ids(text, spec)
-    if not ids:
-        raise refused("body", text, "holds no word", "Send a text.")
-    if max(ids) >= spec.vocabulary_size:
-        raise refused(
-            "tokenizer",
-            spec.tokenizer_path,
-            f"gives identifiers above the model's {spec.vocabulary_size}",
-            "Use the tokenizer the model was trained with.",
+    length = spec.sequence_length if (spec.truncate if truncate is None else truncate) else None
+    if spec.tokenizer_path is None:
+        return [_hashed(text, spec, length) for text in texts]
+    encodings = open_tokenizer(spec.tokenizer_path, length).encode_batch(list(texts))  # lets go of the interpreter
+    return [TextTokens(each.ids, each.type_ids) for each in encodings]
+
+
+def wrong_tokens(tokens: TextTokens, spec: TextInput) -> str | None:
+    """Return what is wrong with tokens, as the end of a sentence about their text; None if the model can take them."""
+    if not tokens.ids:
+        return "holds no word"
+    if len(tokens.ids) > spec.sequence_length:
+        return (
+            f"has {len(tokens.ids)} tokens, and the model takes {spec.sequence_length}. Shorten it, or have it cut "
+            "with `truncate: true`"
         )
-    row = np.full(spec.sequence_length, spec.pad_id, dtype=np.int64)
-    mask = np.zeros(spec.sequence_length, dtype=np.int64)
-    place = slice(spec.sequence_length - len(ids), None) if spec.padding_side == "left" else slice(len(ids))
-    row[place] = ids
-    mask[place] = 1
-    return row, mask
+    wrong = next((token for token in tokens.ids if not 0 <= token < spec.vocabulary_size), None)
+    if wrong is not None:
+        return f"has token {wrong}; the model knows 0 to {spec.vocabulary_size - 1}. Use the model's own tokenizer"
+    return None
 
 
-def _hashed_ids(text: str, spec: TextInput) -> list[int]:
+def token_rows(texts: Sequence[TextTokens], spec: TextInput) -> tuple[NDArray[np.int64], ...]:
+    """Return `input_ids`, `attention_mask` and `token_type_ids` of texts that are not too long, a row each."""
+    shape = len(texts), spec.sequence_length
+    ids, mask, types = np.full(shape, spec.pad_id, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for row, text in enumerate(texts):
+        length = len(text.ids)
+        place = slice(spec.sequence_length - length, None) if spec.padding_side == "left" else slice(length)
+        ids[row, place], mask[row, place], types[row, place] = text.ids, 1, text.types
+    return ids, mask, types
+
+
+def _hashed(text: str | tuple[str, str], spec: TextInput, length: int | None) -> TextTokens:
     """Map each lower-case word or sign to crc32(word) modulo the free vocabulary: the same on every machine."""
-    words = _WORD.findall(text.lower())
-    if not words:
-        return []
-    room = max(0, spec.sequence_length - len(spec.prefix) - len(spec.suffix))
+    parts = [_WORD.findall(part.lower()) for part in ((text,) if isinstance(text, str) else text)]
+    if not any(parts):
+        return TextTokens([], [])
     free = spec.vocabulary_size - spec.first_word_id
     reserved = {spec.pad_id, *spec.prefix, *spec.suffix}
-    ids = []
-    for word in words[:room]:
-        identifier = spec.first_word_id + zlib.crc32(word.encode()) % free
-        while identifier in reserved:
-            identifier = spec.first_word_id + (identifier + 1 - spec.first_word_id) % free
-        ids.append(identifier)
-    return [*spec.prefix, *ids, *spec.suffix][: spec.sequence_length]
-
-
-def _tokenizer_ids(text: str, spec: TextInput) -> list[int]:
-    tokenizer = _open_tokenizer(str(spec.tokenizer_path), spec.sequence_length)
-    # Unlike `encode` it lets go of the interpreter.
-    ids: list[int] = tokenizer.encode_batch([text])[0].ids
-    return ids
+    room = sum(map(len, parts))
+    if length is not None:
+        room = max(0, length - len(spec.prefix) - len(parts) * len(spec.suffix))
+    ids, types = list(spec.prefix), [0] * len(spec.prefix)
+    for number, words in enumerate(parts):
+        for word in words[:room]:
+            identifier = spec.first_word_id + zlib.crc32(word.encode()) % free
+            while identifier in reserved:
+                identifier = spec.first_word_id + (identifier + 1 - spec.first_word_id) % free
+            ids.append(identifier)
+        room -= len(words[:room])
+        ids += spec.suffix
+        types += [number] * (len(ids) - len(types))
+    return TextTokens(ids[:length], types[:length])
 
 
 @lru_cache(maxsize=16)
-def _open_tokenizer(path: str, length: int) -> Any:
+def open_tokenizer(path: str, length: int | None) -> Any:
+    """Return the tokenizer of a file, which cuts texts to `length` tokens if that is not None.
+
+    Raises:
+        InvalidInputError: there is none.
+        EnvironmentFaultError: the package `tokenizers` is not installed.
+    """
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -180,18 +214,26 @@ def _open_tokenizer(path: str, length: int) -> Any:
             "tokenizer", path, f"cannot be read ({error})", "Give a tokenizer.json that exists on this node."
         ) from error
     tokenizer.no_padding()
-    tokenizer.enable_truncation(length)
+    if length is None:
+        tokenizer.no_truncation()
+    else:
+        tokenizer.enable_truncation(length)
     return tokenizer
 
 
-def postprocess(signature: ModelSignature, outputs: Mapping[str, Array]) -> list[Prediction]:
-    """Return the most likely classes of one request: `label`, `index`, `score` (softmax), `logit`.
+def postprocess(signature: ModelSignature, outputs: Mapping[str, Array]) -> Any:
+    """Return the answer to one request. Of classes it is the most likely ones: `label`, `index`, `score` (softmax),
+    `logit`; of other models their `embedding`, or the `score` of a text.
 
     Args:
         signature: the signature of the model; a class without a name there is `class N`.
-        outputs: outputs without a batch dimension; the first output of the signature is read as logits.
+        outputs: outputs without a batch dimension; the first output of the signature is read.
     """
     given = outputs[signature.outputs[0].name].reshape(-1)
+    if signature.answers == "embedding":
+        return {"embedding": given}
+    if signature.answers != "classes":
+        return {"score": score_of(given.item(), signature)}
     logits, names = given.astype(np.float64), signature.labels
     with np.errstate(over="ignore"):  # of a difference that no float64 has: its score is 0
         shifted = np.exp(logits - logits.max())
@@ -205,6 +247,11 @@ def postprocess(signature: ModelSignature, outputs: Mapping[str, Array]) -> list
         }
         for index in largest(given, _ANSWERED)
     ]
+
+
+def score_of(given: float, signature: ModelSignature) -> float:
+    """Return how relevant a text is by the one output of its model."""
+    return 0.5 * (1.0 + math.tanh(0.5 * given)) if signature.answers == "logit" else float(given)
 
 
 def largest(values: Array, count: int) -> NDArray[np.intp]:

@@ -1,4 +1,5 @@
-"""transformers' sequence classifiers: made from configuration or a local directory, called with two plain tensors.
+"""transformers' sequence classifiers and sentence encoders: made from configuration or a local directory, called with
+plain tensors.
 
 Importing this module imports torch and transformers; only `tenuto.profiles.networks.models` does so, when a model is
 built.
@@ -14,7 +15,9 @@ import torch
 import transformers
 
 from tenuto.errors import first_line, refused
+from tenuto.profiles.networks.encoder_files import DenseFiles, EncoderFiles
 from tenuto.profiles.networks.torchvision_import import tolerate_missing_operators
+from tenuto.profiles.networks.weights import apply_state, read_state
 
 
 def prepare_transformers(name: str | None = None) -> None:
@@ -59,8 +62,9 @@ class _Classifier(torch.nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, *types: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(("token_type_ids",), types, strict=False))
+        logits: torch.Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask, **named).logits
         return logits
 
 
@@ -72,7 +76,8 @@ class _T5Classifier(_Classifier):
     the logits are the same.
     """
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, *types: torch.Tensor) -> torch.Tensor:
+        del types  # it knows none
         hidden = self.network.transformer(
             input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=self.network._shift_right(input_ids)
         ).last_hidden_state
@@ -126,8 +131,75 @@ def load_directory(directory: Path, expected: str | None) -> Any:
         ) from error
 
 
-def load_complete(kind: Any, directory: Path, cure: str, **how: Any) -> Any:
-    """Return a network of a class of Transformers, from a local directory that has all of its weights.
+class SentenceEncoder(torch.nn.Module):
+    """Makes one vector of each text, by the formulas of sentence-transformers."""
+
+    def __init__(self, network: Any, files: EncoderFiles) -> None:
+        super().__init__()
+        self.network = network
+        self.poolings = files.poolings
+        self.layers = torch.nn.ModuleList(_Unit() if dense is None else _dense(dense) for dense in files.layers)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.network(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        embedding = torch.cat([_pooled(way, hidden, attention_mask) for way in self.poolings], dim=-1)
+        for layer in self.layers:
+            embedding = layer(embedding)
+        return embedding
+
+
+class _Unit(torch.nn.Module):
+    """Gives each vector the length of 1."""
+
+    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(embedding, p=2.0, dim=1)
+
+
+def _dense(files: DenseFiles) -> torch.nn.Module:
+    linear = torch.nn.Linear(files.in_features, files.out_features, bias=files.bias)
+    state = {key.removeprefix("linear."): value for key, value in read_state(files.weights).items()}
+    apply_state(linear, state, files.weights, "dense layer")
+    return torch.nn.Sequential(linear, getattr(torch.nn, files.activation)())
+
+
+def _pooled(way: str, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return one vector of the vectors of each text's tokens."""
+    mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+    if way == "max":
+        return hidden.masked_fill(mask == 0, float("-inf")).amax(dim=1)
+    places = torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+    if way in ("cls", "lasttoken"):
+        # The attended token with the lowest place, or with the highest: argmax takes the first of equal ones.
+        place = attention_mask.int().argmax(dim=1) if way == "cls" else (attention_mask * places).argmax(dim=1)
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
+    if way == "weightedmean":
+        mask = mask * places.view(1, -1, 1).to(hidden.dtype)
+    total, weight = (hidden * mask).sum(dim=1), mask.sum(dim=1).clamp(min=1e-9)
+    return total / (weight.sqrt() if way == "mean_sqrt_len_tokens" else weight)
+
+
+def load_encoder(files: EncoderFiles) -> torch.nn.Module:
+    """Load a sentence encoder, from local files only and without running code in them.
+
+    Raises:
+        InvalidInputError: its weights are missing, or are those of another network.
+    """
+    prepare_transformers()
+    folder = files.network
+    try:
+        config = _inference_only(transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True))
+        kind = transformers.T5EncoderModel if config.model_type in ("t5", "mt5") else transformers.AutoModel
+        cure = "Save the encoder again, with all of its weights."
+        network = load_complete(kind, folder, cure, unused="pooler.", config=config, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        rule = f"cannot be loaded as a sentence encoder ({first_line(error)})"
+        raise refused("model", str(folder), rule, "Save it again with sentence-transformers.") from error
+    return SentenceEncoder(network, files)
+
+
+def load_complete(kind: Any, directory: Path, cure: str, *, unused: str | None = None, **how: Any) -> Any:
+    """Return a network of a class of Transformers, from a local directory that has all of its weights, but perhaps
+    those that begin with `unused`.
 
     Raises:
         InvalidInputError: some are missing; `cure` says what to do.
@@ -136,6 +208,7 @@ def load_complete(kind: Any, directory: Path, cure: str, **how: Any) -> Any:
         str(directory), local_files_only=True, trust_remote_code=False, output_loading_info=True, **how
     )
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    missing = [key for key in missing if unused is None or not key.startswith(unused)]
     if missing:
         raise refused("model", str(directory), f"lacks weights of its network: {', '.join(missing[:5])}", cure)
     return network

@@ -284,12 +284,10 @@ class InferCall(msgspec.Struct, eq=False):
         if parsed is None:
             tensors = executed.tensors(row)
             check_finite(tensors)
-            found = {
-                "model_name": model.model,
-                "model_version": model.version,
-                "predictions": interface.postprocess(tensors),
-            }
-            self._reply(200, lines + JSON, [orjson.dumps({**found, "parameters": orjson.Fragment(parameters)})])
+            predictions = "predictions" if interface.signature.answers == "classes" else "prediction"
+            found: dict[str, Any] = {"model_name": model.model, "model_version": model.version}
+            found |= {predictions: interface.postprocess(tensors), "parameters": orjson.Fragment(parameters)}
+            self._reply(200, lines + JSON, [orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)])
             return
         samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]
         text, binary = encode_response(model.named, parsed.header, samples, parameters, interface.signature.labels)

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,8 +25,10 @@ from tenuto.errors import InvalidInputError, refused
 from tenuto.files import parse_json, read_text
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature, lookup, with_pixels
+from tenuto.profiles.networks.encoder_files import is_encoder, read_encoder
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks, row_sizes
+from tenuto.profiles.networks.model_options import ModelOptions
 
 _ANY_TOKEN = 2**31  # format: what takes no token as a number takes any
 
@@ -207,7 +210,8 @@ _PLAIN = ModelSignature(
 
 
 def _signature(member: MemberEntry) -> ModelSignature:
-    """Return `inputs`/`outputs` given in the workload's options, else the catalogue's, else one number in and out."""
+    """Return `inputs`/`outputs` given in the workload's options, else those of the catalogue or of a sentence encoder's
+    folder, else one number in and out."""
     options = member.options
     if "inputs" in options and "outputs" in options:
         given = {"kind": "tensor", **{key: options[key] for key in _TOLD if key in options}}
@@ -220,6 +224,10 @@ def _signature(member: MemberEntry) -> ModelSignature:
                 f"say no signature ({error})",
                 "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.",
             ) from error
+    folder = Path(member.source or member.name)
+    if is_encoder(folder):
+        origin = f"options of {member.name}"
+        return read_encoder(folder, ModelOptions.parse(options, origin).checked_build(origin)).signature
     try:
         return with_pixels(lookup(member.source or member.name).signature, preferred=False)
     except InvalidInputError:

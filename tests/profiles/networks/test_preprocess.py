@@ -18,7 +18,7 @@ from tenuto.profiles.networks.catalogue import (
     image_signature,
     text_signature,
 )
-from tenuto.profiles.networks.preprocess import image_tensor, postprocess, preprocess, text_tensors
+from tenuto.profiles.networks.preprocess import encode_texts, image_tensor, postprocess, preprocess, token_rows
 from tenuto.profiles.networks.torchvision_import import import_torchvision
 
 PHOTOGRAPH = Path(__file__).parents[3] / "deployments/data/grace_hopper.jpg"
@@ -122,6 +122,11 @@ def test_empty_body_and_tensor_models() -> None:
         preprocess(tensor_only, b"x")
 
 
+def text_tensors(text: str, spec: TextInput) -> tuple[Any, Any]:
+    ids, mask, _ = token_rows(encode_texts([text], spec), spec)
+    return ids[0], mask[0]
+
+
 SPEC = TextInput(sequence_length=8, vocabulary_size=100, pad_id=0, prefix=(1,), suffix=(2,), first_word_id=10)
 
 
@@ -161,6 +166,15 @@ def test_what_is_no_text_is_refused(body: bytes, message: str) -> None:
         preprocess(CATALOGUE["bert"].signature, body)
 
 
+def test_pairs_are_hashed_with_types_and_cut_at_the_end() -> None:
+    (pair, cut) = encode_texts([("the cat", "sat"), ("word", "word " * 50)], SPEC)
+    first, second = (encode_texts([text], SPEC)[0].ids[1:-1] for text in ("the cat", "sat"))
+    assert pair == ([1, *first, 2, *second, 2], [0, 0, 0, 0, 1, 1])
+    assert (len(cut.ids), cut.ids[-1], cut.types) == (8, 2, [0, 0, 0, 1, 1, 1, 1, 1])
+    (whole,) = encode_texts([("word", "word " * 50)], SPEC, truncate=False)
+    assert len(whole.ids) == 54
+
+
 def tokenizer_file(folder: Path, words: list[str]) -> str:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -180,8 +194,8 @@ def test_a_local_tokenizer_is_used(tmp_path: Path) -> None:
     assert mask.tolist() == [1, 1, 1, 0, 0]
     ids, _ = text_tensors("hello " * 9, TextInput(5, 3, 0, tokenizer_path=path))
     assert ids.tolist() == [1] * 5
-    with pytest.raises(InvalidInputError, match="identifiers above"):
-        text_tensors("world", TextInput(5, 2, 0, tokenizer_path=path))
+    with pytest.raises(InvalidInputError, match="has token 2; the model knows 0 to 1"):
+        preprocess(text_signature(TextInput(5, 2, 0, tokenizer_path=path), 2), b"world")
     with pytest.raises(InvalidInputError, match="cannot be read"):
         text_tensors("world", TextInput(5, 2, 0, tokenizer_path=str(tmp_path / "none.json")))
 
