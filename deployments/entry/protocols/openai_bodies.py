@@ -234,7 +234,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-BodyT = TypeVar("BodyT", bound=CompletionBody | ChatBody | GenerateBody)
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request, Samples
-from tenuto.deployments.entry.http.exchange import JSON, Exchange, refuse, retry_after
+from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, refuse, retry_after
 from tenuto.deployments.entry.protocols.oip_answers import JsonRows, check_finite, encode_response
 from tenuto.deployments.entry.protocols.oip_requests import PLAIN, DescribedRequest, InferRequest, check_outputs
 from tenuto.deployments.entry.service.dispatching import Dispatching
@@ -23,7 +23,7 @@ from tenuto.deployments.entry.service.routing import Route
 from tenuto.deployments.entry.service.traces import Traced
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.arena import Slot
-from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.outcome import Outcome
 
 _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
@@ -31,6 +31,9 @@ _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-l
 _LINES = b"x-tenuto-queue-ms: %b\r\nx-tenuto-batching-ms: %b\r\n%bx-tenuto-request-id: %b\r\n"
 _BATCH_LINES = b"x-tenuto-execution-ms: %.3f\r\nx-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\n"
 _BATCH_PARAMETERS = b'"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}'
+
+
+Writer = Callable[[Sequence[Sequence[OutputTensor]]], bytes]  # makes a response of the outputs of all samples
 
 
 class SharedService(Protocol):
@@ -70,11 +73,13 @@ class InferCall(msgspec.Struct, eq=False):
     _traced: Traced | None = None
     _described: DescribedRequest | None = None  # what a request over gRPC asks for; the body is then its tensors
     _id: str = ""  # the protocol's
-    _parsed: InferRequest | None = None  # None: the response names classes
+    _parsed: InferRequest | None = None  # None: it came decoded
+    _write: Writer | None = None  # what makes the response of one that came decoded; None: the model's interface does
+    _count: int = 1  # of its samples
     _open: list[Request] = []  # in the order of the samples; msgspec copies defaults
     _rows: dict[int, tuple[Executed, int]] = {}  # of what is not plain, the samples that were executed, by request
     _yields: bool = False
-    _sizes: tuple[int, ...] = ()  # of every sample
+    _sizes: Sequence[tuple[int, ...]] = ((),)  # of each sample
     _is_over: bool = False
 
     def begin(self) -> None:
@@ -87,7 +92,7 @@ class InferCall(msgspec.Struct, eq=False):
         early: Request | None = None
         is_told = self._described is None and not self._model.reader.is_sized
         if is_told and not _may_name(body, route.json_length, slo=route.slo_ms is None):
-            early = self._admit(route.client_id)
+            early = self._admit(route.client_id, ())
             if self._is_over:
                 return  # turned away, and responded to
         try:
@@ -102,15 +107,16 @@ class InferCall(msgspec.Struct, eq=False):
         sample."""
         self._parsed, header = parsed, parsed.header
         if header is not PLAIN:
-            self._id, self._yields, self._sizes = header.id, header.yields, header.sizes
+            self._id, self._yields, self._sizes = header.id, header.yields, [header.sizes] * len(parsed.parts)
             if header.slo_ms is not None and self._route.slo_ms is None:
                 self._slo_ms = min(header.slo_ms, self._exchange.patience_ms)
         self._start(parsed.parts, early)
 
-    def begin_decoded(self, sample: RequestInputs) -> None:
-        """Ask for one sample that is already decoded. The response names classes."""
-        self._sizes = sample.sizes
-        self._start([sample.parts], None)
+    def begin_decoded(self, samples: Sequence[RequestInputs], write: Writer | None = None) -> None:
+        """Ask for samples that are already decoded. `write` makes the response of the outputs of all of them; without,
+        there is one, and the response says what its outputs mean."""
+        self._write, self._sizes = write, [sample.sizes for sample in samples]
+        self._start([sample.parts for sample in samples], None)
 
     def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
         """Return what a body asks for. `slot`: where the body lies, if other processes can read it there. This changes
@@ -130,7 +136,7 @@ class InferCall(msgspec.Struct, eq=False):
             check_outputs(parsed.header.outputs, interface.outputs)
         return parsed
 
-    def _admit(self, client_id: str, samples: Samples | None = None) -> Request:
+    def _admit(self, client_id: str, sizes: tuple[int, ...], samples: Samples | None = None) -> Request:
         service, model, slo_ms = self._service, self._model, self._slo_ms
         request = self._dispatching.admit(
             model.name,
@@ -141,7 +147,7 @@ class InferCall(msgspec.Struct, eq=False):
             reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
             yields=self._yields,
             samples=samples,
-            sizes=self._sizes,
+            sizes=sizes,
         )
         if not self._is_over:
             self._open.append(request)
@@ -150,18 +156,19 @@ class InferCall(msgspec.Struct, eq=False):
     @property
     def _after_ms(self) -> float:
         """How much time before the deadline is left to the model's own hooks."""
-        return self._model.after_ms if self._parsed is None else 0.0
+        return self._model.after_ms if self._parsed is None and self._write is None else 0.0
 
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
         exchange = self._exchange
         exchange.on_left = self._cancel
         exchange.spend(len(samples))
+        self._count = len(samples)
         name = self._service.request_id(self._id or self._route.client_id)
         together = Samples(len(samples)) if len(samples) > 1 else None
         if together is not None and early is not None:  # it was counted before anybody knew of the others
             early.samples, together.first, together.is_counted = together, early.id, True
-        for parts in samples:
-            request = early or self._admit(name, together)
+        for parts, sizes in zip(samples, self._sizes, strict=True):
+            request = early or self._admit(name, sizes, together)
             early = None
             if self._is_over:
                 return
@@ -188,7 +195,8 @@ class InferCall(msgspec.Struct, eq=False):
         waited = b"%.3f" % max(0.0, self._service.now_ms - request.arrived_ms)
         name = request.client_id or self._service.request_id(self._id or self._route.client_id)
         lines = _LINES % (waited, waited, _BATCH_LINES % (0.0, 0, refused.gpulet.encode()), name.encode())
-        payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
+        error = HttpError(refused.http_status, refused.reason, details={"outcome": refused.outcome.word})
+        payload = error.payload(self._exchange.head.url)
         self._reply(refused.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
         if self._traced is not None:
             stages = {"waiting": (request.arrived_ms, self._service.now_ms)}
@@ -200,14 +208,14 @@ class InferCall(msgspec.Struct, eq=False):
         if self._is_over:
             return
         parsed, service = self._parsed, self._service
-        if parsed is not None and parsed.header is not PLAIN:
+        if self._write is not None or (parsed is not None and parsed.header is not PLAIN):
             self._rows[request.id] = executed, row
-            if len(self._rows) < len(parsed.parts):
+            if len(self._rows) < self._count:
                 return
         self._is_over = True
         try:
             hooks = self._model.hooks
-            if parsed is None and hooks is not None:
+            if parsed is None and hooks is not None and self._write is None:
                 self._keep_time(request, self._after_ms)
                 answer = hooks.postprocess(executed.tensors(row), request.deadline_ms)
                 told = functools.partial(self._respond_hooked, request, executed)
@@ -281,7 +289,7 @@ class InferCall(msgspec.Struct, eq=False):
             return
         interface = model.interface
         assert interface is not None
-        if parsed is None:
+        if parsed is None and self._write is None:
             tensors = executed.tensors(row)
             check_finite(tensors)
             predictions = "predictions" if interface.signature.answers == "classes" else "prediction"
@@ -290,6 +298,10 @@ class InferCall(msgspec.Struct, eq=False):
             self._reply(200, lines + JSON, [orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)])
             return
         samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]
+        if self._write is not None:
+            self._reply(200, lines + JSON, [self._write(samples)])
+            return
+        assert parsed is not None
         text, binary = encode_response(model.named, parsed.header, samples, parameters, interface.signature.labels)
         if binary:
             self._reply(200, lines + _BINARY % len(text), [text, *binary])

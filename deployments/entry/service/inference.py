@@ -21,6 +21,14 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.http.framing import MOST_CACHED_HEADS
+from tenuto.deployments.entry.protocols.embeddings import (
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    TextBody,
+    TextQuestion,
+    read_question,
+)
 from tenuto.deployments.entry.protocols.oip_requests import (
     JSON_AT_ONCE_BYTES,
     JSON_TOO_LARGE,
@@ -56,7 +64,8 @@ _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "s
 _MOST_MANAGEMENT_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
 _MANAGEMENT_TOO_LARGE = f"the body exceeds {_MOST_MANAGEMENT_BYTES >> 10} KiB. Only inference takes large ones."
 _TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
-_MOST_TEXT_BYTES = 1 << 20  # limit: of a text: a tokenizer takes 0.6 s for it
+_MOST_TEXT_BYTES = 1 << 20  # limit: of the texts of a request: a tokenizer takes 0.6 s for them
+_TEXTS_TOO_LARGE = f"a prompt or the texts of a request may have {_MOST_TEXT_BYTES >> 10} KiB. Send less of it."
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
 WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
@@ -66,6 +75,7 @@ _GENERATIONS: dict[str, type[CompletionBody] | type[ChatBody] | type[GenerateBod
     "generate": GenerateBody,
     "generate_stream": GenerateBody,
 }
+_TEXTS: dict[str, type[TextBody]] = {"embeddings": EmbeddingBody, "rerank": RerankBody, "score": ScoreBody}
 _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what comes then is turned away
 
@@ -205,10 +215,11 @@ class InferenceService:
         """Return the versions of a model of the plan."""
         return [model.version for model in self._models.values() if model.model == name]
 
-    def generative(self) -> list[str]:
-        """Return the models that generate and can be asked."""
+    def openai_models(self) -> list[str]:
+        """Return the models that can be asked by OpenAI's interface now: those that generate, and those that make
+        embeddings or scores of texts."""
         found = [(each.model, each.interface) for each in self._models.values() if each.is_ready]
-        return list(dict.fromkeys(name for name, interface in found if interface and interface.signature.generates))
+        return list(dict.fromkeys(name for name, interface in found if interface and interface.is_openai))
 
     def name(self, model: str, version: str = "") -> str:
         """Return the plan's name for a client's name."""
@@ -305,7 +316,7 @@ class InferenceService:
                     raise HttpError(413, _MANAGEMENT_TOO_LARGE)
                 route = Route(self._answer_management, caller=caller)
             elif action in OPENAI_ACTIONS:
-                route = self._generation_route(action, None, head)._replace(caller=caller)
+                route = self._text_route(action, None, head)._replace(caller=caller)
             else:
                 route = self._load_route(action, self._known(name, version), head)
                 if not version and name in self._splits:
@@ -364,7 +375,7 @@ class InferenceService:
             does = "generates: it takes no tensors" if generates else "has no language-modelling head"
             raise HttpError(400, f"'{model.model}' {does}. {cure}")
         if generates:
-            return self._generation_route(action, model, head)
+            return self._text_route(action, model, head)
         length = head.headers.get(b"inference-header-content-length")
         if length is not None and not (length.isdigit() and len(length) < 12):
             shown = length.decode("latin-1")
@@ -374,11 +385,12 @@ class InferenceService:
         route = route_to(self._infer if action == "infer" else self._predict, model, head)
         return route._replace(json_length=None if length is None else int(length), call=InferCall)
 
-    def _generation_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
-        """Return the route of a generation; of OpenAI's interface only the body names the model."""
+    def _text_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
+        """Return the route of texts in JSON; of OpenAI's interface only the body names the model."""
         if head.length > _MOST_TEXT_BYTES:
-            raise HttpError(413, f"a prompt may have {_MOST_TEXT_BYTES >> 10} KiB. Send less of it.")
-        return route_to(self._generate, model, head)._replace(action=action)
+            raise HttpError(413, _TEXTS_TOO_LARGE)
+        handle = self._ask_of_texts if action in _TEXTS else self._generate
+        return route_to(handle, model, head)._replace(action=action)
 
     def _split_route(self, action: str, split: Split, head: Head, rest: Route) -> Route:
         """Return the route of requests that name no version: to one of those that can be asked."""
@@ -424,18 +436,50 @@ class InferenceService:
         self._aside(exchange, parse, call.begin_parsed)
 
     def _generate(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
-        """Answer a request for generation. Large prompts are read in threads: tokenizers take their time."""
+        """Answer a request for generation."""
+        read = partial(self._read_generation, route=route)
+        self._read_texts(exchange, route, read, lambda found: self._begin_checked(exchange, route, *found))
 
-        def read() -> tuple[PlannedModel, GenerationRequest, str]:
+    def _ask_of_texts(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
+        """Answer a question about texts: for their vectors, or how relevant they are."""
+        read = partial(self._read_question, route=route)
+        self._read_texts(exchange, route, read, lambda found: self._begin_question(exchange, route, *found))
+
+    def _read_texts(
+        self, exchange: Exchange, route: Route, read: Callable[[bytes], T], then: Callable[[T], None]
+    ) -> None:
+        """Read a body, and go on with what it asks. Large ones are read in threads: tokenizers take their time."""
+        if len(exchange.body) > _MOST_TEXT_BYTES:
+            raise HttpError(413, _TEXTS_TOO_LARGE)
+
+        def work() -> T:
             body = bytes(exchange.body)
-            if route.encoding is not None:
-                body = inflated(body, route.encoding, _MOST_TEXT_BYTES)
-            return self._read_generation(body, route)
+            return read(body if route.encoding is None else inflated(body, route.encoding, _MOST_TEXT_BYTES))
 
         if route.encoding is None and len(exchange.body) <= _TEXT_AT_ONCE_BYTES:
-            self._begin_checked(exchange, route, *read())
+            then(work())
         else:
-            self._aside(exchange, read, lambda found: self._begin_checked(exchange, route, *found))
+            self._aside(exchange, work, then)
+
+    def _read_question(self, body: bytes, route: Route) -> tuple[PlannedModel, Split | None, TextQuestion]:
+        """Return the model that is asked, how its requests are split, and what it is asked."""
+        parsed = read_body(_TEXTS[route.action], body)
+        model, split = self._named_in_body(route, parsed.model)
+        return model, split, read_question(parsed, model.model, self._ready(model).signature)
+
+    def _begin_question(
+        self, exchange: Exchange, route: Route, model: PlannedModel, split: Split | None, question: TextQuestion
+    ) -> None:
+        """Ask for all texts of a request, which has one deadline."""
+        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+        self._check_rates(exchange, route, slo_ms, question.tokens)
+        if route.caller is not None:
+            route.caller.begin_text(question.tokens, 0)
+        call: Any = InferCall
+        if split is not None and split.shadows:
+            call, route = partial(CopiedCall, _copies=self._copies), route._replace(shadows=split.shadows)
+        samples = self._ready(model).text_samples(question.texts)
+        self._call(exchange, route._replace(call=call), model, slo_ms).begin_decoded(samples, question.write)
 
     def _begin_checked(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
@@ -460,31 +504,37 @@ class InferenceService:
             own_id = parsed.id
         else:
             own_id = ""
-            if route.caller is not None and not route.caller.may_ask(parsed.model):
-                raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{parsed.model}'.")
-            split = self._splits.get(parsed.model)
-            model = self._known(parsed.model) if split is None else self._models[split.choose(self._draw())]
+            model, _ = self._named_in_body(route, parsed.model)
         limits = self._ready(model).signature.generates
         if limits is None:
             raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
         is_streamed = route.action == "generate_stream"
         return model, read_generation(parsed, model.model, model.tokenizer, limits, is_streamed=is_streamed), own_id
 
+    def _named_in_body(self, route: Route, name: str) -> tuple[PlannedModel, Split | None]:
+        """Return the model that a body names, or one of its versions, and how its requests are split if they are."""
+        if route.caller is not None and not route.caller.may_ask(name):
+            raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{name}'.")
+        split = self._splits.get(name)
+        return (self._known(name) if split is None else self._models[split.choose(self._draw())]), split
+
+    def _check_rates(self, exchange: Exchange, route: Route, slo_ms: float, tokens: int) -> None:
+        """Refuse a request that is read too late, or of a client that uses more tokens than its key allows: with these
+        at most."""
+        now_ms = self._clock() * 1000.0
+        if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
+            raise _behind()
+        wait_s = 0.0 if route.caller is None else route.caller.text_wait_s(now_ms / 1000.0, tokens)
+        if route.caller is not None and wait_s > 0.0:
+            reason = f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
+            raise HttpError(429, reason, retry_after_s=wait_s)
+
     def _begin_generation(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
     ) -> None:
         ttft_ms = _ttft_ms(exchange, route, model)
-        now_ms = self._clock() * 1000.0
-        if self.lag.is_behind(now_ms - exchange.arrived_ms, ttft_ms, now_ms):
-            raise _behind()
-        if route.caller is not None:
-            most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
-            wait_s = route.caller.text_wait_s(now_ms / 1000.0, most)
-            if wait_s > 0.0:
-                reason = (
-                    f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
-                )
-                raise HttpError(429, reason, retry_after_s=wait_s)
+        most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
+        self._check_rates(exchange, route, ttft_ms, most)
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         name = self.request_id(own_id or route.client_id)
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
@@ -509,7 +559,7 @@ class InferenceService:
             return exchange.body if route.encoding is None else inflated(exchange.body, route.encoding, limit)
 
         def begin(sample: RequestInputs) -> None:
-            self._call(exchange, route, model, slo_ms).begin_decoded(sample)
+            self._call(exchange, route, model, slo_ms).begin_decoded([sample])
 
         if hooks is None:
             self._aside(exchange, lambda: interface.preprocess(plain()), begin, due_ms)

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tenuto import __version__
 from tenuto.deployments.entry.http.exchange import OPENAI, HttpError, openai_error
+from tenuto.deployments.entry.protocols.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from tenuto.deployments.entry.protocols.oip_requests import NO_SHARED_MEMORY, RequestJson, TensorSpec
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service.inference import WITHOUT_KEY, InferenceService
@@ -76,15 +77,15 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
         return {"model_stats": shown}
 
-    @app.get("/v1/models", tags=["generation"], summary="The models of the key that generate, as OpenAI lists them")
+    @app.get("/v1/models", tags=["generation"], summary="The models of the key that OpenAI's interface can ask")
     async def written_by(request: Request) -> dict[str, Any]:
-        shown = [name for name in service.generative() if _may_ask(request, name)]
+        shown = [name for name in service.openai_models() if _may_ask(request, name)]
         return {"object": "list", "data": [_openai(service, name) for name in shown]}
 
-    @app.get("/v1/models/{model:path}", tags=["generation"], summary="A model that generates")
+    @app.get("/v1/models/{model:path}", tags=["generation"], summary="A model that OpenAI's interface can ask")
     async def one_written_by(model: str) -> dict[str, Any]:
-        if model not in service.generative():
-            raise HttpError(404, f"no model '{model}' that generates is here. GET /v1/models lists them.")
+        if model not in service.openai_models():
+            raise HttpError(404, f"no model '{model}' for this interface is here. GET /v1/models lists them.")
         return _openai(service, model)
 
     for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
@@ -118,10 +119,12 @@ def _error(path: str, text: str) -> dict[str, Any]:
 
 def _openai(service: InferenceService, model: str) -> dict[str, Any]:
     """Return OpenAI's form of a model, with vLLM's `max_model_len`, and the number of tokens that the model knows."""
-    limits = service.interface(model).signature.generates
-    assert limits is not None  # it generates
+    signature = service.interface(model).signature
     told = {"id": model, "object": "model", "created": 0, "owned_by": "tenuto"}
-    return {**told, "max_model_len": limits.longest, "vocabulary": limits.vocabulary}
+    if signature.generates is not None:
+        return {**told, "max_model_len": signature.generates.longest, "vocabulary": signature.generates.vocabulary}
+    assert signature.text is not None  # it makes embeddings or scores
+    return {**told, "max_model_len": signature.text.sequence_length, "vocabulary": signature.text.vocabulary_size}
 
 
 def _may_ask(request: Request, model: str) -> bool:
@@ -238,7 +241,7 @@ _FAILURES = {
 }
 _UNASKED = {401: "No key, or one that is not known.", 403: "The key is not for this model, or another site asks."}
 _INFER = RequestJson[msgspec.Raw]
-_BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody)
+_BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody, EmbeddingBody, RerankBody, ScoreBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -280,8 +283,13 @@ def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
         about = {"tags": ["inference"], "operationId": name, "summary": summary, "parameters": list(parameters)}
         return {"post": {**about, "requestBody": body, "responses": told}}
 
-    def written(name: str, summary: str, body: type, parameters: Sequence[Any] = headers) -> dict[str, Any]:
-        text = "The text that was generated, whole or as server-sent events."
+    def written(
+        name: str,
+        summary: str,
+        body: type,
+        parameters: Sequence[Any] = headers,
+        text: str = "The text that was generated, whole or as server-sent events.",
+    ) -> dict[str, Any]:
         return post(name, summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
 
     return {
@@ -293,12 +301,25 @@ def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
         ),
         "/predict/{model}": post(
             "predict",
-            "A raw image or plain text in, labels out",
+            "A raw image or plain text in; labels, a vector or a score out",
             {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}},
-            "The most likely labels with their scores.",
+            "The most likely labels with their scores, or what else the model makes.",
         ),
         "/v1/completions": written("complete", "A text that goes on, as OpenAI's interface has it", CompletionBody),
         "/v1/chat/completions": written("chat", "The next message of a chat, as OpenAI's interface has it", ChatBody),
+        "/v1/embeddings": written(
+            "embed",
+            "The vectors of texts, as OpenAI's interface has them",
+            EmbeddingBody,
+            text="A vector of each text.",
+        ),
+        **{
+            path: written(name, "Documents by their relevance to a query", RerankBody, text="The most relevant first.")
+            for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"))
+        },
+        "/v1/score": written(
+            "score", "How relevant texts are to others, as vLLM has it", ScoreBody, text="A score of each pair."
+        ),
         "/v2/models/{model}/generate": written(
             "generate", "A text that goes on, by the generate extension", GenerateBody, [model, *headers]
         ),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec, cut_samples
 from tenuto.deployments.entry.protocols.texts import Tokenizer, tokenizer_of
 from tenuto.deployments.entry.service.hook_pool import HookPool
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
@@ -21,6 +21,7 @@ from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
 from tenuto.profiles.networks.model_options import HookOptions
+from tenuto.profiles.networks.preprocess import TextTokens, open_tokenizer, token_rows
 
 logger = logging.getLogger("ray.serve")
 
@@ -38,6 +39,12 @@ class ModelInterface:
         """Build from what a gpu-let reported."""
         return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
 
+    @property
+    def is_openai(self) -> bool:
+        """Whether OpenAI's interface can ask it: it generates, or makes embeddings or scores of texts."""
+        signature = self.signature
+        return signature.generates is not None or (signature.text is not None and signature.answers != "classes")
+
     def preprocess(self, body: Buffer, hooks: str | None = None) -> RequestInputs:
         """Return the tensors of a raw body; blocking, call it off the event loop.
 
@@ -53,8 +60,18 @@ class ModelInterface:
         parts = [_part(tensor, array) for tensor, array in zip(self.inputs, arrays, strict=True)]
         return RequestInputs(parts, self.signature.sizes_of([array.shape for array in arrays]))
 
+    def text_samples(self, texts: Sequence[TextTokens]) -> list[RequestInputs]:
+        """Return the tensors of each text, which the model can take."""
+        assert self.signature.text is not None
+        arrays = token_rows(texts, self.signature.text)
+        whole = [
+            InputPart(array.astype(tensor.dtype, copy=False).tobytes())
+            for tensor, array in zip(self.inputs, arrays, strict=False)
+        ]
+        return [RequestInputs(parts) for parts in cut_samples(whole, self.inputs, len(texts), {})]
+
     def postprocess(self, outputs: Sequence[OutputTensor]) -> Any:
-        """Return the most likely classes of one request."""
+        """Return the most likely classes of one request, or what else the model answers."""
         return Classifier(self.signature).postprocess({t.name: t.array for t in outputs})
 
 
@@ -104,14 +121,19 @@ class PlannedModel:
             self.hooks = HookPool(self.name, hooks, self.interface.signature, slo_ms)
 
     def follow_texts(self, spec: ModelSpec) -> None:
-        """Take the SLO of a model that generates, and open its tokenizer, once for each entry in the workload."""
+        """Open the tokenizer of a model that reads texts, so that no request has to, and take the SLO of one that
+        generates; once for each entry in the workload."""
         if spec.slo is not None:
             self.ttft_ms, self.tpot_ms = spec.slo.ttft_ms, spec.slo.tpot_ms
-        if self.interface is None or self.interface.signature.generates is None or self._texts_of == spec:
+        if self.interface is None or self._texts_of == spec:
             return
         self.tokenizer, self._texts_of = None, spec
+        text = self.interface.signature.text
         try:
-            self.tokenizer = tokenizer_of(spec)
+            if self.interface.signature.generates is not None:
+                self.tokenizer = tokenizer_of(spec)
+            elif text is not None and text.tokenizer_path is not None:
+                open_tokenizer(text.tokenizer_path, text.sequence_length if text.truncate else None)
         except (InvalidInputError, EnvironmentFaultError) as error:
             logger.warning("%s takes no texts: %s", self.name, error)
 

@@ -223,7 +223,7 @@ class TenutoHandle:
             if not done.cancelled() and done.result().outcome is Outcome.OK:
                 self._margin.answered(due_ms - time.monotonic() * 1000.0, spec_slo_ms, 0.0, reserve_ms)
                 if split is not None and split.shadows:
-                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, sizes)
+                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, [sizes])
             if slot is not None:
                 slot.release()
 

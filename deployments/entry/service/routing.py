@@ -40,14 +40,22 @@ class Route(NamedTuple):
     action: str = ""
 
 
-_OPENAI = {b"/v1/completions": "completions", b"/v1/chat/completions": "chat"}
+_OPENAI = {
+    b"/v1/completions": "completions",
+    b"/v1/chat/completions": "chat",
+    b"/v1/embeddings": "embeddings",
+    b"/v1/rerank": "rerank",
+    b"/v2/rerank": "rerank",  # where Cohere's clients ask
+    b"/v1/score": "score",
+}
 OPENAI_ACTIONS = frozenset(_OPENAI.values())  # whose model only the body names
 _OF_MODELS = ("infer", "generate", "generate_stream")
 
 
 def load_path(url: bytes) -> tuple[str, str, str]:
-    """Return (infer|predict|generate|generate_stream|completions|chat, model, version) for the paths that carry load,
-    "" for a version that is not named, and for a model that only the body names; else three empty strings."""
+    """Return (action, model, version) for the paths that carry load: the action is `infer`, `predict`, one of
+    `generate` and `generate_stream`, or one of `OPENAI_ACTIONS`. The version is "" if it is not named, as the model is
+    if only the body names it. For other paths all three are ""."""
     found = _OPENAI.get(url.partition(b"?")[0])
     if found is not None:
         return found, "", ""

@@ -99,18 +99,18 @@ class ShadowCopies:
         samples: Sequence[Sequence[InputPart]],
         slot: Slot | None,
         client_id: str,
-        sizes: tuple[int, ...] = (),
+        sizes: Sequence[tuple[int, ...]],
     ) -> None:
-        """Copy a request of one or more samples; large ones lie in `slot`. Nothing is copied when many copies wait, or
-        when memory for requests is scarce."""
+        """Copy a request of one or more samples, which have these sizes; large ones lie in `slot`. Nothing is copied
+        when many copies wait, or when memory for requests is scarce."""
         if slot is not None and slot.is_scarce:
             return
         for below, name in shadows:
             if self.draw() >= below or self._open + len(samples) > _MOST_COPIES:
                 continue
             together = Samples(len(samples)) if len(samples) > 1 else None
-            for parts in samples:
-                how = {"client_id": client_id, "yields": True, "samples": together, "sizes": sizes}
+            for parts, size in zip(samples, sizes, strict=True):
+                how = {"client_id": client_id, "yields": True, "samples": together, "sizes": size}
                 answer = ask(dispatching, name, parts, memory=slot, **how)
                 self._open += 1
                 answer.add_done_callback(self._ended)
