@@ -33,6 +33,7 @@ WITH_TORCH = (
     "tenuto.profiles.networks.merging",
     "tenuto.profiles.networks.folding",
     "tenuto.profiles.networks.text_networks",
+    "tenuto.profiles.networks.vision_networks",
     "tenuto.profiles.networks.language_model",
     "tenuto.profiles.networks.shaping",
     "tenuto.profiles.networks.vllm_model",

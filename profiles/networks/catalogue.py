@@ -1,7 +1,7 @@
 """The networks that Tenuto knows by name: their source, their inputs and their outputs. No torch.
 
-They are listed in `data/catalogue.yaml`: image classifiers of torchvision and sequence classifiers of transformers. A
-model of one's own is named `package.module:factory`; the factory returns a
+They are listed in `data/catalogue.yaml`: image classifiers and detectors of torchvision, and sequence classifiers of
+transformers. A model of one's own is named `package.module:factory`; the factory returns a
 `LoadedModel` made here.
 """
 
@@ -123,7 +123,8 @@ class ImageInput:
     The shorter edge is resized to `resize_px`, the middle `crop_px` square is cut out, values are scaled to [0, 1] and
     then normalised by `mean` and `std` per RGB channel. On the wire an image is that tensor: float32, CHW. With
     `as_pixels`, pictures should be sent as uint8 (CHW, cropped), a quarter of the bytes, and are normalised on the
-    device.
+    device. A picture that is not to be cropped is made such a square as a whole: `stretch` changes its proportions, and
+    `pad` keeps them and fills the square with the mean, to the right or below.
     """
 
     resize_px: int
@@ -132,6 +133,7 @@ class ImageInput:
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # format: of ImageNet's pictures
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)  # format: likewise
     as_pixels: bool = False
+    fit: Literal["crop", "stretch", "pad"] = "crop"
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,9 @@ class ModelSignature:
     """The inputs and outputs of a model. `kind` `tensor` means that the model takes no raw images or texts.
 
     `labels` names the entries of the first output, in order; empty if there are no names. `answers` says what the first
-    output is: the logits of classes, an embedding, how relevant a text is (`score`), or the logit of that. A model that
-    `generates` takes a prompt and writes tokens, and has neither inputs nor outputs.
+    output is: the logits of classes, an embedding, how relevant a text is (`score`), the logit of that, or `boxes` in a
+    picture, with their labels and scores as further outputs, the likeliest first, and rows of zeros behind the last. A
+    model that `generates` takes a prompt and writes tokens, and has neither inputs nor outputs.
 
     `sizes` are the ranges of the sizes that the inputs name, in the order in which requests have them. Outputs may name
     further ones, which only a run tells. `batch` is the only number of rows that the network takes, if there is one.
@@ -187,7 +190,7 @@ class ModelSignature:
     generates: GenerationLimits | None = None
     sizes: Mapping[str, SizeRange] = field(default_factory=dict)
     batch: int | None = None
-    answers: Literal["classes", "embedding", "score", "logit"] = "classes"
+    answers: Literal["classes", "embedding", "score", "logit", "boxes"] = "classes"
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for a classifier with tensors of bytes, or sizes without a range."""
@@ -298,6 +301,17 @@ def image_signature(image: ImageInput, classes: int, platform: str = "pytorch") 
     )
 
 
+def detector_signature(image: ImageInput, most: int) -> ModelSignature:
+    """Return the signature of a detector: `image` in, `most` `boxes` (left, top, right, bottom) with `labels` and
+    `scores` out."""
+    outputs = (
+        TensorSignature("boxes", "float32", (most, 4)),
+        TensorSignature("labels", "int64", (most,)),
+        TensorSignature("scores", "float32", (most,)),
+    )
+    return replace(image_signature(image, 1), outputs=outputs, answers="boxes")
+
+
 def text_signature(
     text: TextInput, classes: int, platform: str = "pytorch", *, has_pairs: bool = False
 ) -> ModelSignature:
@@ -322,8 +336,11 @@ def text_signature(
 def _read(name: str, given: Mapping[str, Any]) -> CatalogueEntry:
     config = given.get("config", {})
     if "image" in given:
-        signature = image_signature(msgspec.convert(given["image"], ImageInput), 1000)
-        return CatalogueEntry(name, f"torchvision/{name}", given["network"], signature, config)
+        image, source = msgspec.convert(given["image"], ImageInput), given.get("source", "torchvision")
+        signature = image_signature(image, given.get("classes", 1000))
+        if "most_boxes" in given:
+            signature = detector_signature(image, given["most_boxes"])
+        return CatalogueEntry(name, f"{source}/{name}", given["network"], signature, config)
     signature = text_signature(msgspec.convert(given["text"], TextInput), LABEL_COUNT)
     return CatalogueEntry(name, f"transformers/{name}", given["network"], signature, config)
 
@@ -355,7 +372,7 @@ def lookup(name_or_source: str) -> CatalogueEntry:
     """
     name = name_or_source
     family, separator, rest = name_or_source.partition("/")
-    if separator and family in ("torchvision", "transformers"):
+    if separator and family in ("torchvision", "transformers", "tenuto"):
         name = rest
     entry = CATALOGUE.get(name)
     if entry is not None and (not separator or entry.source == name_or_source):
@@ -397,4 +414,4 @@ def with_sizes(
         changed = text_signature(replace(signature.text, sequence_length=sequence_length), 1, signature.platform)
     else:
         return signature
-    return replace(changed, outputs=signature.outputs, labels=signature.labels)
+    return replace(signature, inputs=changed.inputs, image=changed.image, text=changed.text)

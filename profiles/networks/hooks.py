@@ -7,6 +7,7 @@ and returns an object with the two methods of `Hooks`. No torch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ from tenuto.profiles.networks.preprocess import Array, postprocess, preprocess
 
 class Hooks(Protocol):
     """What stands beside a model. A third method, `example() -> bytes`, is optional: each gpu-let tries the hooks with
-    that body when it has loaded the model."""
+    that body when it has loaded the model. `postprocess` may have a further parameter `request`: it then gets the body
+    that `preprocess` got."""
 
     def preprocess(self, body: bytes) -> Mapping[str, Any]:
         """Return one array per input of the signature, by name, without a batch dimension.
@@ -35,8 +37,8 @@ class Hooks(Protocol):
 
 
 class Classifier:
-    """The hooks of a model without hooks of its own: a JPEG, PNG or UTF-8 text in; out come the most likely classes, or
-    the embedding or score of a text."""
+    """The hooks of a model without hooks of its own: a JPEG, PNG or UTF-8 text in; out come the most likely classes,
+    the boxes in a picture, or the embedding or score of a text."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self.signature = signature
@@ -45,9 +47,20 @@ class Classifier:
         """Return the tensors of a picture or a text; raises `InvalidInputError` where the body is neither."""
         return preprocess(self.signature, body)
 
-    def postprocess(self, outputs: Mapping[str, Array]) -> Any:
-        """Return the five most likely classes, or what else the first output is."""
-        return postprocess(self.signature, outputs)
+    def postprocess(self, outputs: Mapping[str, Array], request: bytes = b"") -> Any:
+        """Return the five most likely classes, or what else the outputs are; boxes need the picture that came."""
+        return postprocess(self.signature, outputs, request)
+
+
+def sees_request(hooks: Hooks) -> bool:
+    """Return whether `postprocess` also takes the body of the request."""
+    return "request" in inspect.signature(hooks.postprocess).parameters
+
+
+def answer_of(hooks: Hooks, outputs: Mapping[str, Array], request: bytes) -> Any:
+    """Return what hooks make of outputs, and of the body if they see it."""
+    told = {"request": request} if sees_request(hooks) else {}
+    return hooks.postprocess(outputs, **told)
 
 
 def load_hooks(source: str, signature: ModelSignature) -> Hooks:
@@ -90,10 +103,11 @@ def try_hooks(source: str, signature: ModelSignature, run: Callable[[Arrays], Ar
     if example is None:
         return
     try:
-        made = made_inputs(signature, hooks.preprocess(example()))
+        body = example()
+        made = made_inputs(signature, hooks.preprocess(body))
         names = (tensor.name for tensor in signature.inputs)
         outputs = run({name: array[None] for name, array in zip(names, made, strict=True)})
-        answer_json(hooks.postprocess({name: rows[0] for name, rows in outputs.items()}))
+        answer_json(answer_of(hooks, {name: rows[0] for name, rows in outputs.items()}, body))
     except Exception as error:  # anybody's code
         rule = f"failed with their own example ({type(error).__name__}: {first_line(error)})"
         raise refused("hooks", source, rule, "Correct them, or the signature of the model.") from error

@@ -72,7 +72,7 @@ def build(
             return _from_directory(Path(weights_path), None, chosen, expected=entry.name.partition("_")[0])
         return (
             _image_model(entry, weights_path, chosen)
-            if family == "torchvision"
+            if family != "transformers"
             else _text_model(entry, weights_path, chosen)
         )
     except ModuleNotFoundError as error:
@@ -85,17 +85,42 @@ def build(
 
 def _image_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
     from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
+    from tenuto.profiles.networks.vision_networks import lenet
 
+    if entry.signature.answers == "boxes":
+        return _detector(entry, weights_path, options)
     classes = options.num_labels or int(options.config.get("num_classes", entry.signature.outputs[0].shape[0]))
     config = {**entry.config, **options.config, "num_classes": classes}
-    create = getattr(import_torchvision().models, entry.name)
-    module = _seeded(lambda: create(weights=None, **config), entry.name, config, options.seed)
+    if entry.name == "lenet":
+        module = _seeded(lambda: lenet(**config), entry.name, config, options.seed)
+    else:
+        create = getattr(import_torchvision().models, entry.name)
+        module = _seeded(lambda: create(weights=None, **config), entry.name, config, options.seed)
     if weights_path is None:
         _calibrate(module, options.image_size or entry.signature.inputs[0].fixed_shape[-1], options.seed)
     else:
         _load_weights(module, weights_path, entry.name)
     labels = options.labels or (imagenet_categories() if classes == 1000 else ())
     return _loaded(module, _sized(entry.signature, classes, options), labels)
+
+
+def _detector(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
+    from tenuto.profiles.networks.torchvision_import import categories
+    from tenuto.profiles.networks.vision_networks import Detector, make_detector
+
+    names = categories("_COCO_CATEGORIES")
+    config = {"num_classes": options.num_labels or len(names), **entry.config, **options.config}
+    network = _seeded(lambda: make_detector(entry.name, config), entry.name, config, options.seed)
+    (most, _) = entry.signature.outputs[0].fixed_shape
+    detector = Detector(network, most).eval()
+    signature = with_sizes(entry.signature, image_size=options.image_size)
+    if weights_path is None:
+        _calibrate(network.backbone, signature.inputs[0].fixed_shape[-1], options.seed)
+    else:
+        _load_weights(network, weights_path, entry.name)
+    labels = options.labels or (names if config["num_classes"] == len(names) else ())
+    detector.requires_grad_(False)
+    return LoadedModel(detector, replace(signature, labels=labels))
 
 
 def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:

@@ -97,6 +97,9 @@ class LoneModel:
             )
         if loaded.signature.has_bytes:
             options = _plainly_run(name, options, "tensors of bytes, which only PyTorch's plain forward pass can take")
+        elif loaded.signature.answers == "boxes":  # their coordinates are not exact in half precision
+            why = "boxes as outputs, which only PyTorch's plain forward pass can make"
+            options = replace(_plainly_run(name, options, why), dtype="fp32")
         elif not loaded.signature.is_plain:
             why = "no fixed shapes with a batch of any size in front, which these are for"
             given = replace(options, runtime="torch") if loaded.onnx_file is not None else options

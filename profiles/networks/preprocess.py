@@ -94,16 +94,45 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         rule = f"a damaged image ({error})"
         raise refused("body", f"{len(body)} bytes", rule, "Send a whole JPEG or PNG file.") from error
-    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-    width, height = _resized(picture.width, picture.height, image.resize_px)
-    crop = image.crop_px
-    # torchvision rounds half to even; after resizing, no picture is smaller than the crop.
-    left, top = round((width - crop) / 2.0), round((height - crop) / 2.0)
-    if (width, height) != picture.size:
-        picture = picture.resize((width, height), filters[image.interpolation])
-    pixels = np.asarray(picture.crop((left, top, left + crop, top + crop)), dtype=np.uint8)
+    pixels = np.asarray(_fitted(picture, image), dtype=np.uint8)
     planes = pixels.transpose(2, 0, 1)
     return np.ascontiguousarray(normalised(planes, image) if is_normalised else planes)
+
+
+def _fitted(picture: Any, image: ImageInput) -> Any:
+    """Return a picture of Pillow's as the square that a network takes.
+
+    Raises:
+        InvalidInputError: it would be too large before it is cropped, as it is narrow.
+    """
+    from PIL import Image
+
+    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    edge = image.crop_px
+    if image.fit == "crop":
+        width, height = _resized(picture.width, picture.height, image.resize_px)
+        if width * height > MAX_PIXELS:
+            size, cure = f"{picture.width}x{picture.height}", "Send a part of it that is less narrow."
+            raise refused("body", size, f"has more than 50 million pixels as {width}x{height}", cure)
+    else:
+        width, height = _whole_size(picture.width, picture.height, image)
+    if (width, height) != picture.size:
+        picture = picture.resize((width, height), filters[image.interpolation])
+    if image.fit == "crop":
+        # torchvision rounds half to even; after resizing, no picture is smaller than the crop.
+        left, top = round((width - edge) / 2.0), round((height - edge) / 2.0)
+        return picture.crop((left, top, left + edge, top + edge))
+    whole = Image.new("RGB", (edge, edge), tuple(round(255 * mean) for mean in image.mean))  # format: of a pixel
+    whole.paste(picture, (0, 0))
+    return whole
+
+
+def _whole_size(width: int, height: int, image: ImageInput) -> tuple[int, int]:
+    """Return the size in which a whole picture lies in its square."""
+    if image.fit == "stretch":
+        return image.crop_px, image.crop_px
+    longer = max(width, height)
+    return max(1, round(width * image.crop_px / longer)), max(1, round(height * image.crop_px / longer))
 
 
 def normalised(pixels: Array, image: ImageInput) -> Array:
@@ -221,31 +250,63 @@ def open_tokenizer(path: str, length: int | None) -> Any:
     return tokenizer
 
 
-def postprocess(signature: ModelSignature, outputs: Mapping[str, Array]) -> Any:
+def postprocess(signature: ModelSignature, outputs: Mapping[str, Array], request: bytes = b"") -> Any:
     """Return the answer to one request. Of classes it is the most likely ones: `label`, `index`, `score` (softmax),
-    `logit`; of other models their `embedding`, or the `score` of a text.
+    `logit`; of other models their `embedding`, the `score` of a text, or each `box` in a picture with its `label`,
+    `index` and `score`.
 
     Args:
         signature: the signature of the model; a class without a name there is `class N`.
-        outputs: outputs without a batch dimension; the first output of the signature is read.
+        outputs: outputs without a batch dimension; the first output of the signature is read, of a detector all.
+        request: the picture that a detector was sent.
     """
+    if signature.answers == "boxes":
+        return _boxes(signature, outputs, request)
     given = outputs[signature.outputs[0].name].reshape(-1)
     if signature.answers == "embedding":
         return {"embedding": given}
     if signature.answers != "classes":
         return {"score": score_of(given.item(), signature)}
-    logits, names = given.astype(np.float64), signature.labels
+    logits = given.astype(np.float64)
     with np.errstate(over="ignore"):  # of a difference that no float64 has: its score is 0
         shifted = np.exp(logits - logits.max())
     scores = shifted / shifted.sum()
     return [
         {
-            "label": names[index] if index < len(names) else f"class {index}",
+            "label": _name(signature, index),
             "index": int(index),
             "score": round(float(scores[index]), 6),
             "logit": round(given[index].item(), 6),
         }
         for index in largest(given, _ANSWERED)
+    ]
+
+
+def _name(signature: ModelSignature, index: int) -> str:
+    return signature.labels[index] if index < len(signature.labels) else f"class {index}"
+
+
+def _boxes(signature: ModelSignature, outputs: Mapping[str, Array], request: bytes) -> list[dict[str, Any]]:
+    """Return the boxes that have a score, in pixels of the client's picture: left, top, right, bottom."""
+    from PIL import Image
+
+    image = signature.image
+    assert image is not None  # detectors take pictures
+    with Image.open(io.BytesIO(request), formats=("JPEG", "PNG")) as opened:  # its pixels are not read
+        sent = opened.size
+    sides = np.array(sent, np.float64)
+    boxes, labels, scores = (outputs[tensor.name] for tensor in signature.outputs)
+    placed = boxes.astype(np.float64).reshape(-1, 2, 2) * sides / _whole_size(*sent, image)
+    placed = np.clip(placed, 0.0, sides)
+    has_area = (placed[:, 1] > placed[:, 0]).all(axis=1)
+    return [
+        {
+            "label": _name(signature, int(labels[at])),
+            "index": int(labels[at]),
+            "score": round(float(scores[at]), 6),
+            "box": placed[at].reshape(-1).round(2).tolist(),
+        }
+        for at in np.flatnonzero((scores > 0) & has_area)
     ]
 
 

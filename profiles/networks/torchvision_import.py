@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -18,8 +19,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tenuto.errors import EnvironmentFaultError
+
+if TYPE_CHECKING:
+    import torch
 
 # Modules that only serve the missing operators: their shape rules for fake tensors, and their gradients.
 _OPERATOR_RULES = ("torchvision._meta_registrations", "torchvision._autograd_registrations")
@@ -40,6 +47,40 @@ def import_torchvision() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise EnvironmentFaultError(f"torchvision cannot be imported ({error}). {_CURE}") from error
     return module
+
+
+def import_detection() -> ModuleType:
+    """Return torchvision's detectors. Where the operators are absent, overlapping boxes are suppressed in numpy, and
+    features are pooled by torchvision's own Python, which it would compile first. Raises as `import_torchvision` does.
+    """
+    import_torchvision()
+    if not importlib.import_module("torchvision.extension")._has_ops():
+        boxes: Any = importlib.import_module("torchvision.ops.boxes")
+        boxes.batched_nms = _suppressed
+        pooling: Any = importlib.import_module("torchvision.ops.roi_align")
+        pooling._roi_align = inspect.unwrap(pooling._roi_align)
+    return importlib.import_module("torchvision.models.detection")
+
+
+def _suppressed(boxes: torch.Tensor, scores: torch.Tensor, idxs: torch.Tensor, iou_threshold: float) -> torch.Tensor:
+    """Return the places of the boxes that stay, the best first: from the best on, each box takes away those of its
+    class whose intersection with it is more than `iou_threshold` of their union."""
+    import torch
+
+    corners, classes = boxes.detach().cpu().double().numpy(), idxs.cpu().numpy()
+    order = scores.detach().sort(descending=True, stable=True).indices.cpu().numpy()
+    areas = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
+    stays = np.zeros(len(order), bool)
+    for each in np.unique(classes):
+        left = order[classes[order] == each]
+        while left.size:
+            best, left = left[0], left[1:]
+            stays[best] = True
+            low = np.maximum(corners[best, :2], corners[left, :2])
+            high = np.minimum(corners[best, 2:], corners[left, 2:])
+            shared = np.prod(np.clip(high - low, 0.0, None), axis=1)
+            left = left[shared <= iou_threshold * (areas[best] + areas[left] - shared)]
+    return torch.from_numpy(order[stays[order]]).to(boxes.device)
 
 
 def tolerate_missing_operators() -> None:
@@ -82,9 +123,15 @@ class _Tolerant(Loader):
                 raise
 
 
-@cache
 def imagenet_categories() -> tuple[str, ...]:
     """Return torchvision's names of the 1000 ImageNet classes, in the order of the logits, without importing torch.
+    Raises as `categories` does."""
+    return categories("_IMAGENET_CATEGORIES")
+
+
+@cache
+def categories(name: str) -> tuple[str, ...]:
+    """Return one of torchvision's lists of names, without importing torch.
 
     Raises:
         EnvironmentFaultError: torchvision is not installed or keeps its names elsewhere.
@@ -98,5 +145,5 @@ def imagenet_categories() -> tuple[str, ...]:
         raise EnvironmentFaultError(f"{file} does not exist. {_CURE}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    names: list[str] = module._IMAGENET_CATEGORIES
+    names: list[str] = getattr(module, name)
     return tuple(names)

@@ -59,6 +59,13 @@ class Numbers:
         return {"sums": sums}
 
 
+class Named(Numbers):
+    """The same, with the body that the numbers came in."""
+
+    def postprocess(self, outputs: Mapping[str, np.ndarray], request: bytes) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().postprocess(outputs), "request": request.decode()}
+
+
 class Halves(Numbers):
     """Has an example that it does not fit itself."""
 

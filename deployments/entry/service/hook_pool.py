@@ -117,6 +117,7 @@ class HookPool:
         self._numbers = itertools.count()
         self._waiting: asyncio.PriorityQueue[_QueuedCall] = asyncio.PriorityQueue()
         self._count = 0
+        self._sees_request = False  # whether `postprocess` takes the body, too
         self._broken = ""  # why the last process could not be started
         self._tasks = [
             asyncio.create_task(self._run(), name=f"hooks of {model}") for _ in range(options.hook_processes)
@@ -134,10 +135,13 @@ class HookPool:
         """
         return self._begin(Preprocess(), [body], latest_ms, self._inputs)
 
-    def postprocess(self, outputs: Sequence[OutputTensor], latest_ms: float) -> asyncio.Future[bytes]:
-        """Begin to make the JSON of an answer; arguments and errors as of `preprocess`."""
+    def postprocess(self, outputs: Sequence[OutputTensor], request: Buffer, latest_ms: float) -> asyncio.Future[bytes]:
+        """Begin to make the JSON of an answer; `request`: the body that `preprocess` got. Errors as there."""
         asked = Postprocess([(each.name, each.dtype, each.shape) for each in outputs])
-        return self._begin(asked, [each.data for each in outputs], latest_ms, lambda _, body: bytes(body))
+        parts: list[Buffer] = [each.data for each in outputs]
+        if self._sees_request:
+            parts.append(request)
+        return self._begin(asked, parts, latest_ms, lambda _, body: bytes(body))
 
     def _begin(
         self,
@@ -212,7 +216,7 @@ class HookPool:
         said, _ = await process.ask(SetUp(self._options.hooks, self._signature), (), _START_S)
         if isinstance(said, Faulty | BadBody):
             raise _LostError(said.text)
-        process.is_set_up = True
+        process.is_set_up, self._sees_request = True, said.sees_request
 
     async def _perform(self, process: _Process, call: _QueuedCall) -> None:
         """Answer one call; raises `_LostError` when the process cannot go on."""

@@ -21,7 +21,7 @@ import numpy as np
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.grammars import SCHEMA_HOOKS, SchemaHooks
-from tenuto.profiles.networks.hooks import Hooks, answer_json, load_hooks, made_inputs
+from tenuto.profiles.networks.hooks import Hooks, answer_json, answer_of, load_hooks, made_inputs, sees_request
 
 PREFIX = struct.Struct("<IQ")  # format: bytes of the message, bytes behind it
 _PR_SET_PDEATHSIG = 1  # format: of prctl(2)
@@ -42,7 +42,7 @@ class Preprocess(msgspec.Struct, frozen=True, tag=2):
 
 
 class Postprocess(msgspec.Struct, frozen=True, tag=3):
-    """Make an answer of the output tensors behind it."""
+    """Make an answer of the output tensors behind it; then comes the body of the request, where hooks see it."""
 
     outputs: list[Output]
 
@@ -52,6 +52,7 @@ class Done(msgspec.Struct, frozen=True, tag=4):
 
     dtypes: list[str] = []
     shapes: list[tuple[int, ...]] = []
+    sees_request: bool = False  # of the hooks that were set up
 
 
 class BadBody(msgspec.Struct, frozen=True, tag=5):
@@ -78,7 +79,8 @@ def answer(
     """Return what hooks say to one call; whatever they raise is an answer too."""
     try:
         if isinstance(asked, Postprocess):
-            return Done(), [memoryview(answer_json(hooks.postprocess(_arrays(asked.outputs, body))))]
+            outputs, end = _arrays(asked.outputs, body)
+            return Done(), [memoryview(answer_json(answer_of(hooks, outputs, body[end:])))]
         try:
             arrays = hooks.preprocess(body)
         except InvalidInputError as error:
@@ -92,13 +94,14 @@ def answer(
         return Faulty(traceback.format_exc()[-_MOST_SAID:]), ()
 
 
-def _arrays(outputs: Sequence[Output], body: bytes) -> dict[str, np.ndarray]:
+def _arrays(outputs: Sequence[Output], body: bytes) -> tuple[dict[str, np.ndarray], int]:
+    """Return the outputs at the beginning of a body, and where they end."""
     found, at = {}, 0
     for name, dtype, shape in outputs:
         count = int(np.prod(shape, dtype=np.int64))
         found[name] = np.frombuffer(body, dtype, count, at).reshape(shape)
         at += found[name].nbytes
-    return found
+    return found, at
 
 
 def main() -> None:
@@ -121,7 +124,7 @@ def main() -> None:
         is_told = isinstance(error, InvalidInputError)
         _send(line, Faulty(str(error) if is_told else traceback.format_exc()[-_MOST_SAID:]), ())
         return
-    _send(line, Done(), ())
+    _send(line, Done(sees_request=sees_request(hooks)), ())
     while (call := _received(came)) is not None:
         _send(line, *answer(hooks, signature, *call))
 

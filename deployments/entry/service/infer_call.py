@@ -76,6 +76,7 @@ class InferCall(msgspec.Struct, eq=False):
     _parsed: InferRequest | None = None  # None: it came decoded
     _write: Writer | None = None  # what makes the response of one that came decoded; None: the model's interface does
     _count: int = 1  # of its samples
+    _request: Buffer = b""  # the body of one that hooks have decoded
     _open: list[Request] = []  # in the order of the samples; msgspec copies defaults
     _rows: dict[int, tuple[Executed, int]] = {}  # of what is not plain, the samples that were executed, by request
     _yields: bool = False
@@ -112,10 +113,12 @@ class InferCall(msgspec.Struct, eq=False):
                 self._slo_ms = min(header.slo_ms, self._exchange.patience_ms)
         self._start(parsed.parts, early)
 
-    def begin_decoded(self, samples: Sequence[RequestInputs], write: Writer | None = None) -> None:
+    def begin_decoded(
+        self, samples: Sequence[RequestInputs], write: Writer | None = None, request: Buffer = b""
+    ) -> None:
         """Ask for samples that are already decoded. `write` makes the response of the outputs of all of them; without,
-        there is one, and the response says what its outputs mean."""
-        self._write, self._sizes = write, [sample.sizes for sample in samples]
+        there is one, of the body `request`, and the response says what its outputs mean."""
+        self._write, self._request, self._sizes = write, request, [sample.sizes for sample in samples]
         self._start([sample.parts for sample in samples], None)
 
     def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
@@ -217,7 +220,7 @@ class InferCall(msgspec.Struct, eq=False):
             hooks = self._model.hooks
             if parsed is None and hooks is not None and self._write is None:
                 self._keep_time(request, self._after_ms)
-                answer = hooks.postprocess(executed.tensors(row), request.deadline_ms)
+                answer = hooks.postprocess(executed.tensors(row), self._request, request.deadline_ms)
                 told = functools.partial(self._respond_hooked, request, executed)
                 service.wait_for(self._exchange, answer, told, request.deadline_ms)
                 return
@@ -294,7 +297,10 @@ class InferCall(msgspec.Struct, eq=False):
             check_finite(tensors)
             predictions = "predictions" if interface.signature.answers == "classes" else "prediction"
             found: dict[str, Any] = {"model_name": model.model, "model_version": model.version}
-            found |= {predictions: interface.postprocess(tensors), "parameters": orjson.Fragment(parameters)}
+            found |= {
+                predictions: interface.postprocess(tensors, self._request),
+                "parameters": orjson.Fragment(parameters),
+            }
             self._reply(200, lines + JSON, [orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)])
             return
         samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]

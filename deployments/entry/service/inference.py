@@ -558,18 +558,25 @@ class InferenceService:
         def plain() -> Buffer:
             return exchange.body if route.encoding is None else inflated(exchange.body, route.encoding, limit)
 
-        def begin(sample: RequestInputs) -> None:
-            self._call(exchange, route, model, slo_ms).begin_decoded([sample])
+        def begin(sample: RequestInputs, body: Buffer) -> None:
+            self._call(exchange, route, model, slo_ms).begin_decoded([sample], request=body)
+
+        def read() -> tuple[RequestInputs, Buffer]:
+            body = plain()
+            return interface.preprocess(body), body
 
         if hooks is None:
-            self._aside(exchange, lambda: interface.preprocess(plain()), begin, due_ms)
-        elif route.encoding is None:
-            self.wait_for(exchange, hooks.preprocess(exchange.body, latest_ms), begin, due_ms)
+            self._aside(exchange, read, lambda found: begin(*found), due_ms)
+            return
+        pool = hooks
+
+        def preprocess(body: Buffer) -> None:
+            made = pool.preprocess(body, latest_ms)
+            self.wait_for(exchange, made, lambda sample: begin(sample, body), due_ms)
+
+        if route.encoding is None:
+            preprocess(exchange.body)
         else:
-
-            def preprocess(body: Buffer) -> None:
-                self.wait_for(exchange, hooks.preprocess(body, latest_ms), begin, due_ms)
-
             self._aside(exchange, plain, preprocess, due_ms)
 
     def _call(

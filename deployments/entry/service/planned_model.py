@@ -70,9 +70,10 @@ class ModelInterface:
         ]
         return [RequestInputs(parts) for parts in cut_samples(whole, self.inputs, len(texts), {})]
 
-    def postprocess(self, outputs: Sequence[OutputTensor]) -> Any:
-        """Return the most likely classes of one request, or what else the model answers."""
-        return Classifier(self.signature).postprocess({t.name: t.array for t in outputs})
+    def postprocess(self, outputs: Sequence[OutputTensor], request: Buffer) -> Any:
+        """Return the most likely classes of one request with this body, or what else the model answers."""
+        picture = bytes(request) if self.signature.answers == "boxes" else b""
+        return Classifier(self.signature).postprocess({t.name: t.array for t in outputs}, picture)
 
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:

@@ -88,6 +88,18 @@ async def test_large_and_compressed_bodies_reach_the_hooks(bench: Bench) -> None
     assert packed.json()["prediction"] == {"sums": {"y": 6.0}}
 
 
+async def test_a_hook_with_a_second_parameter_sees_the_body_of_the_request(bench: Bench) -> None:
+    import gzip
+
+    await bench.follow(plan("tests.instruments.own_hooks:Named"))
+    async with asyncio.timeout(PATIENCE_S):
+        while "request" not in (answer := await predict(bench, b"[1, 2.5]")).json().get("prediction", {}):
+            await asyncio.sleep(0.01)
+    assert answer.json()["prediction"] == {"sums": {"y": 7.0}, "request": "[1, 2.5]"}
+    packed = await predict(bench, gzip.compress(b"[3, 4]"), Content_Encoding="gzip")
+    assert packed.json()["prediction"] == {"sums": {"y": 14.0}, "request": "[3, 4]"}
+
+
 async def test_what_a_hook_prints_is_not_taken_for_an_answer(bench: Bench) -> None:
     assert (await predict(bench, b"print")).status_code == 200
 
