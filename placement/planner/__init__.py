@@ -1,8 +1,7 @@
 """Everything that makes plans: from nothing, near a plan that runs, or in its place when that is worth the change."""
 
-from tenuto.placement.planner.minimal_change import plan_with_fewest_changes, plan_without_places
 from tenuto.placement.planner.proposal import Proposal, propose
-from tenuto.placement.planner.solve import enough_for_all, make_plan, plan_on_fewest, solve
+from tenuto.placement.planner.solve import enough_for_all, make_plan, plan_on_fewest, plan_without_places, solve
 from tenuto.placement.planner.task import ChangeTerms, Durations, PlanRequest, PlanTask, RunningPlan
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "enough_for_all",
     "make_plan",
     "plan_on_fewest",
-    "plan_with_fewest_changes",
     "plan_without_places",
     "propose",
     "solve",

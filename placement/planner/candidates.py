@@ -30,7 +30,7 @@ from tenuto.placement.planner.change_stages import fits, made_anew
 from tenuto.placement.planner.completion import complete, usage_of
 from tenuto.placement.planner.fault_tolerance import unmet, with_losses
 from tenuto.placement.planner.gpu_matching import fresh_id, gpus_of, match_to_running
-from tenuto.placement.planner.solve import make_plan
+from tenuto.placement.planner.mixed_workloads import plan_anew
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.program import Gpulet
 from tenuto.placement.workload import Workload
@@ -285,7 +285,7 @@ class Candidates:
     def _policys(self, workload: Workload, cluster: Cluster) -> Plan:
         """Return the policy's plan for a workload."""
         task = self._as_measured(workload, cluster)
-        return self._as_profiled(make_plan(task), workload)
+        return self._as_profiled(plan_anew(task), workload)
 
     def _arranged(self, plan: Plan) -> Plan:
         """Return a plan with replicas added until it serves all and models lie as they ask."""

@@ -3,28 +3,24 @@ policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import costs_of
-from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, expected_of
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, expected_of
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.placement_constraints import bearable, without
-from tenuto.placement.plan import Believed, Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
-from tenuto.placement.plan_edits import drained, for_workload, on_gpus, with_the_rest
+from tenuto.placement.plan import Believed, Expected, ExpectedModel, Plan, PlannedGpu
+from tenuto.placement.plan_edits import for_workload, on_gpus
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import not_ready
 from tenuto.placement.planner.completion import complete
 from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, unmet
-from tenuto.placement.planner.gpu_matching import gpus_of, match_to_running, renamed
+from tenuto.placement.planner.gpu_matching import match_to_running, renamed
 from tenuto.placement.planner.plan_order import PlanRank
-from tenuto.placement.planner.solve import make_plan
-from tenuto.placement.planner.task import PlanTask, RunningPlan
+from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.policy import load_policy
-from tenuto.profiles import Profiles
 
 
 def changes_of(old: Plan, plan: Plan) -> int:
@@ -183,40 +179,6 @@ class _MinimalChange:
         price = "" if expected.cost_per_hour is None else f", {expected.cost_per_hour:,.2f} $/h"
         changes = changes_of(self._old, plan)
         return f"{expected.goodput_rps:,.4g} rps on {expected.gpus_used} GPUs{price}, changes: {changes}"
-
-
-def plan_without_places(
-    running: Plan,
-    places: Sequence[str],
-    profiles: Profiles,
-    gpus: Sequence[Gpu] = (),
-    *,
-    lost: Sequence[str] = (),
-    used: PolicyUsed | None = None,
-) -> Plan:
-    """Return the plan near the running one that leaves some nodes, racks or GPUs empty, and all else in place. It keeps
-    what every model is promised as far as there is room. When a place is no longer drained, it also promises what the
-    policy would.
-
-    Args:
-        running: the running plan.
-        places: to leave empty.
-        profiles: what the models cost.
-        gpus: the cluster's, beside those of the plan.
-        lost: GPUs that are not present either.
-        used: the policy; default: the plan's.
-
-    Raises:
-        InvalidInputError: there is no such place, or no GPU would be left.
-    """
-    whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values()).as_cut
-    left, used = without(whole, (*places, *lost)), used or running.policy
-    workload = bearable(running.workload, left.gpus)
-    undrained, traffic = set(running.drained) - set(places), Traffic.declared(workload.models)
-    runs = RunningPlan(running, traffic, promises="larger" if undrained else "running")
-    task = PlanTask(load_policy(used.name, used.options), workload, left, profiles, running=runs)
-    plan = plan_with_fewest_changes(task, make_plan(task))
-    return drained(with_the_rest(plan, running.workload), whole, places)
 
 
 def less_by(old: Plan, plan: Plan) -> dict[str, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Plans models that generate beside models of fixed cost: on GPUs apart, or both kinds on the same GPUs."""
+"""Plans everything from nothing: models that generate beside models of fixed cost, on GPUs apart or on the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tenuto.placement.planner.completion import (
     usage_of,
     with_losses_said,
 )
-from tenuto.placement.planner.fixed_cost import plan_fixed_cost
+from tenuto.placement.planner.fixed_cost import check_inputs, plan_fixed_cost
 from tenuto.placement.planner.generation_packing import Means, buy_generating, by_gpu_type, place_generating
 from tenuto.placement.planner.gpu_slices import ColocationSearch, SlicedCluster
 from tenuto.placement.planner.replica_placement import PlacementContext, arranged
@@ -49,14 +49,21 @@ _REWEIGH = 1.3  # fitted: by how much more the kind that falls behind must carry
 _FEWER = "both kinds together take fewer GPUs than apart"
 
 
-def plan_mixed(task: PlanTask) -> Plan:
-    """Return the plan of models that generate on GPUs of their own, and of the policy for all others on the rest; where
-    that does not serve all, that of both kinds on the same GPUs if the model served worst gets more of its rate by it.
-    On an elastic cluster both kinds are bought apart, and together where that is cheaper and serves all.
+def plan_anew(task: PlanTask) -> Plan:
+    """Return the completed and checked plan of the task's policy from nothing, whatever runs.
 
-    Where models are to lie, and what is to survive, is arranged at the end, for both kinds at once.
+    Models that generate get GPUs of their own, and the policy plans all others on the rest; where that does not serve
+    all, both kinds share GPUs if the model served worst gets more of its rate by it. On an elastic cluster both kinds
+    are bought apart, and together where that is cheaper and serves all. Where models are to lie, and what is to
+    survive, is arranged at the end, for both kinds at once.
+
+    Raises:
+        InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
     """
     policy, workload, cluster, profiles = task.policy, task.workload, task.cluster, task.profiles
+    if all(spec.generates is None for spec in workload.models):
+        return plan_fixed_cost(task)
+    check_inputs(workload, cluster, profiles)
     mixed = _MixedWorkload(task)
     _raise_if_unable(mixed, policy)
     if policy.abilities.generation == "alone":

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from tenuto.placement.cluster import Cluster
-from tenuto.placement.plan import Plan, PlannedGpu
+from collections.abc import Sequence
+
+from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.placement_constraints import bearable, without
+from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan_edits import drained, with_the_rest
 from tenuto.placement.planner.fault_tolerance import Trial
-from tenuto.placement.planner.fixed_cost import check_inputs, plan_fixed_cost
-from tenuto.placement.planner.mixed_workloads import plan_mixed
-from tenuto.placement.planner.task import PlanTask
-from tenuto.placement.policy import Policy
+from tenuto.placement.planner.gpu_matching import gpus_of
+from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
+from tenuto.placement.planner.mixed_workloads import plan_anew
+from tenuto.placement.planner.task import PlanTask, RunningPlan
+from tenuto.placement.policy import Policy, load_policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
 
 def make_plan(task: PlanTask) -> Plan:
-    """Return the completed and checked plan of the task's policy.
+    """Return the completed and checked plan of the task's policy: from nothing, or near the running plan.
 
     When no GPU of the cluster can serve a model, the model is unserved with the reason, and the others are planned.
 
     Raises:
-        InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
+        InvalidInputError: the inputs contradict each other, the plan breaks a rule, or what runs needs more changes
+            than it may; it lists all problems.
     """
-    if all(spec.generates is None for spec in task.workload.models):
-        return plan_fixed_cost(task)
-    check_inputs(task.workload, task.cluster, task.profiles)
-    return plan_mixed(task)
+    anew = plan_anew(task)
+    return anew if task.running is None else plan_with_fewest_changes(task, anew)
 
 
 def solve(
@@ -76,3 +81,36 @@ def plan_on_fewest(task: PlanTask) -> Plan:
             step //= 2
     uncut = cluster.cut_as(best.gpus)
     return best.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in uncut.gpus)})
+
+
+def plan_without_places(
+    running: Plan,
+    places: Sequence[str],
+    profiles: Profiles,
+    gpus: Sequence[Gpu] = (),
+    *,
+    lost: Sequence[str] = (),
+    used: PolicyUsed | None = None,
+) -> Plan:
+    """Return the plan near the running one that leaves some nodes, racks or GPUs empty, and all else in place. It keeps
+    what every model is promised as far as there is room. When a place is no longer drained, it also promises what the
+    policy would.
+
+    Args:
+        running: the running plan.
+        places: to leave empty.
+        profiles: what the models cost.
+        gpus: the cluster's, beside those of the plan.
+        lost: GPUs that are not present either.
+        used: the policy; default: the plan's.
+
+    Raises:
+        InvalidInputError: there is no such place, or no GPU would be left.
+    """
+    whole = Cluster.of({gpu.id: gpu for gpu in (*gpus_of(running), *gpus)}.values()).as_cut
+    left, used = without(whole, (*places, *lost)), used or running.policy
+    workload = bearable(running.workload, left.gpus)
+    undrained, traffic = set(running.drained) - set(places), Traffic.declared(workload.models)
+    runs = RunningPlan(running, traffic, promises="larger" if undrained else "running")
+    plan = make_plan(PlanTask(load_policy(used.name, used.options), workload, left, profiles, running=runs))
+    return drained(with_the_rest(plan, running.workload), whole, places)

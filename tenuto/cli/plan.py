@@ -29,14 +29,7 @@ from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import bearable, is_at, place_problems
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan_edits import drained, with_the_rest
-from tenuto.placement.planner import (
-    PlanTask,
-    RunningPlan,
-    enough_for_all,
-    make_plan,
-    plan_on_fewest,
-    plan_with_fewest_changes,
-)
+from tenuto.placement.planner import PlanTask, RunningPlan, enough_for_all, make_plan, plan_on_fewest
 from tenuto.placement.planner.fault_tolerance import preferences_missed
 from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policy import DEFAULT_POLICY
@@ -188,7 +181,6 @@ def command(
     task = PlanTask(policies[policy_name], workload, cluster, profiles, trial, running)
     with planning_watched(task.policy):
         plan = planned(task)
-    plan = plan if running is None else plan_with_fewest_changes(task, plan)
     if without:
         plan = drained(with_the_rest(plan, whole_workload), whole, without)
     if output:

@@ -116,14 +116,12 @@ def test_the_task_says_all_that_a_plan_near_one_that_runs_is_made_from() -> None
     carried = []
     for most in (0, 1, None):
         running = RunningPlan(old, Traffic.declared(asked.models), most_changes=most)
-        task = PlanTask(gpulet, asked, cluster(), NOTHING, running=running)
-        plan = plan_with_fewest_changes(task, make_plan(task))
+        plan = make_plan(PlanTask(gpulet, asked, cluster(), NOTHING, running=running))
         assert most is None or changes_of(old, plan) <= most
         carried.append(served(plan)["a"])
     assert carried[0] < carried[1] <= carried[2]
     running = RunningPlan(plan, Traffic.declared(old.models), promises="running")
-    task = PlanTask(gpulet, old.workload, cluster(), NOTHING, running=running)
-    less = plan_with_fewest_changes(task, make_plan(task))
+    less = make_plan(PlanTask(gpulet, old.workload, cluster(), NOTHING, running=running))
     assert changes_of(plan, less) == 0
     assert len(less.gpulets) == len(plan.gpulets)
 
