@@ -40,7 +40,8 @@ def _normal(value: float) -> float:
 
 
 class Lengths(StrictModel):
-    """How many tokens prompts or outputs have. In a file it is a number, or one of the keys below.
+    """How many tokens prompts or outputs have, or how large another size of requests is. In a file it is a number, or
+    one of the keys below.
 
     `quantiles` are tokens by percent, from 0 to 100; between them lengths are spread evenly.
     """
@@ -87,6 +88,21 @@ class Lengths(StrictModel):
         if self.lognormal is not None:
             return self.lognormal.most or math.inf
         return float(max((self.quantiles or {0: self.tokens or 1}).values()))
+
+    def part_up_to(self, tokens: int) -> float:
+        """Return the part of the drawn lengths that are at most so many tokens."""
+        limit = tokens + 0.5  # derived: drawn lengths are rounded
+        if limit >= self.most:
+            return 1.0
+        if self.lognormal is not None:
+            apart = math.log(limit / self.lognormal.median)
+            sigma = self.lognormal.sigma
+            return _normal(apart / sigma) if sigma else float(apart >= 0)
+        part = 0.0
+        for (low, a), (high, b) in pairwise(sorted((self.quantiles or {}).items())):
+            if limit > a:
+                part += (high - low) / 100.0 * (1.0 if b <= limit else (limit - a) / (b - a))  # unit: percent
+        return part
 
     def scaled(self, factor: float) -> Lengths:
         """Return lengths so many times as long, at least 1 token each."""

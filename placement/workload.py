@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -13,10 +15,11 @@ from tenuto.errors import Problem, one_of, refused
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.arrival_processes import PROCESSES
-from tenuto.placement.generates import Generates, TokenSlo
+from tenuto.placement.generates import Generates, Lengths, TokenSlo
 from tenuto.placement.versions import FIRST, completed, split_name, split_problems
 from tenuto.profiles import Generation, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
+from tenuto.profiles.size_classes import Sizes, class_of
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 # A model, or one of its versions, which is a model of its own beside it: `resnet50:2`.
@@ -65,6 +68,7 @@ class ModelSpec(StrictModel):
     slo_ms: Positive
     slo: TokenSlo | None = None
     generates: Generates | None = None
+    sizes: dict[str, Lengths] = Field(default_factory=dict)  # of inputs that vary: how large requests are, by name
     arrival: Arrival = Arrival()
     profile: str | None = None  # the profile row, when it differs from the name
     latency: LatencyField | None = None  # inline profile: any GPU type, whole GPU
@@ -138,6 +142,11 @@ class ModelSpec(StrictModel):
     def _one_cost(self) -> ModelSpec:
         if self.profile is not None and self.latency is not None:
             raise Fault("gives both 'profile' and 'latency'", "keep one of them")
+        if self.sizes and (self.generates is not None or self.latency is not None):
+            other = "generates" if self.generates is not None else "has an inline latency"
+            raise Fault(
+                f"gives `sizes`, and {other}", "Leave `sizes` away, or give a profile that was measured by them."
+            )
         return self
 
     @model_validator(mode="after")
@@ -361,13 +370,46 @@ def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generat
 
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
     """Return the profile of a workload's model on a GPU type: its inline latency, or else its row of the profile files.
+    Of a model whose requests vary in size it has the mean over the sizes that come.
 
     Raises:
-        InvalidInputError: neither exists; the message lists the known rows.
+        InvalidInputError: neither exists (the message lists the known rows), or the sizes that come are not measured.
     """
+    profile = profile_by_size(spec, gpu_type, profiles)
+    return (
+        profile.mean_over(size_parts(spec, profile.size_names, profile.size_classes)) if profile.size_names else profile
+    )
+
+
+def profile_by_size(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
+    """Return the same profile with the points of all sizes, if it was measured by size; raises as `profile_of`."""
     if isinstance(spec.latency, LinearLatency):
         return ModelProfile(line=spec.latency)
     if isinstance(spec.latency, LatencyTable):
         points = [{"batch_size": size, "latency_ms": latency} for size, latency in spec.latency.points.items()]
         return ModelProfile.model_validate({"points": points})
-    return profiles.get(spec.profile_row, gpu_type)
+    profile = profiles.get(spec.profile_row, gpu_type)
+    if spec.sizes.keys() != {*profile.size_names}:
+        known = ", ".join(profile.size_names)
+        rule = f"its profile on {gpu_type} was measured {f'by {known}' if known else 'for one size of requests only'}"
+        cure = f"Give {', '.join(f'{name}: …' for name in profile.size_names)} in `sizes`." if known else ""
+        given = ", ".join(spec.sizes) or None
+        cure = cure or f"Leave `sizes` away, or measure it with `tenuto profile --sizes {given}=…`."
+        raise refused(f"models.{spec.name}.sizes", given, rule, cure)
+    return profile
+
+
+def size_parts(spec: ModelSpec, names: Sequence[str], classes: Sequence[Sizes]) -> tuple[float, ...]:
+    """Return the part of a model's requests in each size class; they sum to less than 1 where requests are larger.
+
+    The sizes of a request, in the order of `names`, are independent of each other. So each class has the parts of the
+    boxes between measured sizes that it covers, and no smaller class does.
+    """
+    axes = [sorted({sizes[axis] for sizes in classes}) for axis in range(len(names))]
+    parts = [0.0] * len(classes)
+    below = [[0.0, *map(spec.sizes[name].part_up_to, axis)] for name, axis in zip(names, axes, strict=True)]
+    for box in product(*(range(len(axis)) for axis in axes)):
+        place = class_of(classes, tuple(axis[at] for axis, at in zip(axes, box, strict=True)))
+        if place is not None:
+            parts[place] += math.prod(up[at + 1] - up[at] for up, at in zip(below, box, strict=True))
+    return tuple(parts)

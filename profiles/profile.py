@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tenuto.documents import SCHEMA, SchemaVersion, StrictModel, dump_yaml
+from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, one_of, refused
 from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.latency import LatencyTable, LinearLatency, between_shares
 from tenuto.profiles.mig_instances import ALL_GPCS, InstanceType, instance_type_of
+from tenuto.profiles.size_classes import Sizes, class_of, in_order
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -79,6 +80,14 @@ class ModelProfile(StrictModel):
     network: str | None = None  # source of the measured network, if the row's own name does not say it
     options: dict[str, Any] = Field(default_factory=dict)  # the model's options when measured, such as sequence_length
     run: dict[str, Any] | None = None  # all options of how it was run when measured; None: not known
+
+    @model_validator(mode="after")
+    def _same_sizes(self) -> ModelProfile:
+        names = {tuple(point.sizes) for point in self.points}
+        if len(names) > 1:
+            both = " and ".join(str(list(each)) for each in sorted(names)[:2])
+            raise Fault(f"its points have different sizes: {both}", "Give each point the same names, in one order.")
+        return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with other values. It knows nothing that was computed from the values of this profile."""
@@ -145,6 +154,76 @@ class ModelProfile(StrictModel):
         small, large = (_times_as_long(known[size], processes) for size in (low, high))
         return small + weight * (large - small)
 
+    @cached_property
+    def size_names(self) -> tuple[str, ...]:
+        """The names of the sizes by which it was measured; empty for fixed shapes."""
+        return tuple(self.points[0].sizes) if self.points else ()
+
+    @cached_property
+    def size_classes(self) -> tuple[Sizes, ...]:
+        """The measured sizes in the order of `size_names`, smallest first; empty for fixed shapes."""
+        return in_order(tuple(point.sizes.values()) for point in self.points) if self.size_names else ()
+
+    def padded_to(self, sizes: Mapping[str, int]) -> ModelProfile:
+        """Return the profile of batches whose requests have at most these sizes: that of the smallest measured sizes
+        which cover them, as batches are padded to these. Nothing is interpolated between sizes.
+
+        Raises:
+            MissingProfileError: it is not measured by these sizes, or not up to them.
+        """
+        if sizes.keys() != {*self.size_names}:
+            known = ", ".join(self.size_names) or "none"
+            raise MissingProfileError(f"it is measured by other sizes than {', '.join(sizes) or 'none'}: {known}.")
+        place = class_of(self.size_classes, tuple(sizes[name] for name in self.size_names))
+        if place is None:
+            beyond = ",".join(f"{name}={size}" for name, size in sizes.items())
+            raise MissingProfileError(f"no measured sizes cover {beyond}. Profile larger ones with --sizes {beyond}.")
+        return self._by_class[place]
+
+    @cached_property
+    def _by_class(self) -> tuple[ModelProfile, ...]:
+        """The profile at each of `size_classes`, with points of fixed shape."""
+        points: dict[Sizes, list[ProfilePoint]] = {sizes: [] for sizes in self.size_classes}
+        for point in self.points:
+            points[tuple(point.sizes.values())].append(point.model_copy(update={"sizes": {}}))
+        return tuple(self.model_copy(update={"points": tuple(each), "fit": None}) for each in points.values())
+
+    def mean_over(self, parts: tuple[float, ...]) -> ModelProfile:
+        """Return the profile with the mean latency over `size_classes` and the memory of the largest class.
+
+        `parts` has the part of the requests in each class. It has the shares and the batch sizes that every class with
+        requests was measured at.
+        """
+        if parts not in self._means:
+            self._means[parts] = self.model_copy(update={"points": self._mean_points(parts), "fit": None})
+        return self._means[parts]
+
+    @cached_property
+    def _means(self) -> dict[tuple[float, ...], ModelProfile]:
+        """The means by the parts of the classes, as far as they were asked for."""
+        return {}
+
+    def _mean_points(self, parts: tuple[float, ...]) -> tuple[ProfilePoint, ...]:
+        chosen = [(part, profile) for part, profile in zip(parts, self._by_class, strict=True) if part]
+        keys = [{(p.share_pct, p.mig_gpcs, p.batch_size): p for p in profile.points} for _, profile in chosen]
+        common = set(keys[0]).intersection(*keys[1:]) if keys else set()
+        if not common:
+            raise MissingProfileError("no batch size was measured at all sizes that come. Profile it with --sizes.")
+        means = []
+        for key in sorted(common, key=lambda key: (-key[0], key[1] or 0, key[2])):
+            points = [by_key[key] for by_key in keys]
+            memory = [point.memory_mib for point in points if point.memory_mib is not None]
+            latency_ms = sum(part * p.latency_ms for (part, _), p in zip(chosen, points, strict=True)) / sum(parts)
+            update = {
+                "latency_ms": latency_ms,
+                "processes_ms": {},
+                "latency_spread_ms": None,
+                "throughput_rps": None,
+                "memory_mib": max(memory, default=None),
+            }
+            means.append(points[-1].model_copy(update=update))
+        return tuple(means)
+
     def shares(self) -> tuple[float, ...]:
         """Return the measured shares in percent, ascending; (100.0,) for a line."""
         return tuple(sorted({point.share_pct for point in self.points})) or (100.0,)
@@ -178,6 +257,8 @@ class ModelProfile(StrictModel):
                     f"share {share_pct:g} %: an inline latency is known for the whole GPU only. Give a profile instead."
                 )
             return self.line
+        if self.size_names:
+            raise MissingProfileError(f"its latency is by {', '.join(self.size_names)}. Say which sizes come: `sizes`.")
         if share_pct not in self._tables:
             exact = {p.batch_size: p.latency_ms for p in self.points if p.share_pct == share_pct}
             self._tables[share_pct] = LatencyTable(points=exact or self._between_shares(share_pct))

@@ -47,6 +47,14 @@ def test_drawn_lengths_have_the_mean_that_is_stated(form: Any) -> None:
     assert drawn.mean() == pytest.approx(lengths.mean, rel=0.02)
 
 
+@pytest.mark.parametrize("form", [*FORMS, {"quantiles": {0: 5.0, 50: 5.0, 90: 9.0, 100: 9.0}}])
+def test_the_part_up_to_a_length_is_that_of_the_drawn_ones(form: Any) -> None:
+    lengths = Lengths.model_validate(form)
+    drawn = lengths.draw(100_000, np.random.default_rng(0))
+    for tokens in (1, 5, 9, 100, 299, 512, 2000, 4000):
+        assert lengths.part_up_to(tokens) == pytest.approx((drawn <= tokens).mean(), abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tenuto.documents import parse_document
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.files import parse_yaml
-from tenuto.placement import Workload, profile_of
+from tenuto.placement import ModelSpec, Workload, profile_of
 from tenuto.placement.application import Application
-from tenuto.profiles import Generation, LatencyTable, LinearLatency, Profiles
+from tenuto.placement.generates import Lengths
+from tenuto.placement.workload import profile_by_size, size_parts
+from tenuto.profiles import Generation, LatencyTable, LinearLatency, Profile, Profiles
 from tenuto.profiles.generation import StepCost
 from tests.placement.published import thesis
 
@@ -186,3 +188,36 @@ def test_an_entry_with_a_fault_is_not_missing_too(kind: type[BaseModel], data: d
 def test_a_list_without_entries_is_refused_as_such() -> None:
     with pytest.raises(InvalidInputError, match="Give at least one entry"):
         parse_document(Application, {"name": "a", "slo_ms": 9, "rate_rps": 1, "stages": []})
+
+
+def by_tokens(*sizes: int) -> Profiles:
+    points = [{"batch_size": b, "sizes": {"tokens": n}, "latency_ms": 1.0 + n * b} for n in sizes for b in (1, 2)]
+    models = {"encoder": {"points": points}, "fixed": {"points": [{"batch_size": 1, "latency_ms": 1.0}]}}
+    return Profiles([Profile.model_validate({"name": "p", "gpu_type": "cpu", "source": "test", "models": models})])
+
+
+def test_a_model_whose_requests_vary_costs_the_mean_over_the_sizes_that_come() -> None:
+    quantiles = {"quantiles": {0: 1, 50: 10.5, 100: 100}}
+    spec = ModelSpec(name="encoder", rate_rps=1, slo_ms=9, sizes={"tokens": Lengths.model_validate(quantiles)})
+    profiles = by_tokens(10, 100)
+    assert profile_of(spec, "cpu", profiles).latency_ms(2) == pytest.approx(0.5 * 21.0 + 0.5 * 201.0)
+    assert profile_by_size(spec, "cpu", profiles).size_classes == ((10,), (100,))
+    assert size_parts(spec, ("tokens",), ((10,),)) == pytest.approx((0.5,))
+    longer = spec.model_copy(update={"sizes": {"tokens": Lengths(tokens=500)}})
+    with pytest.raises(MissingProfileError, match="no batch size was measured at all sizes that come"):
+        profile_of(longer, "cpu", profiles)
+
+
+def test_sizes_and_the_profile_name_the_same() -> None:
+    profiles = by_tokens(10)
+    tokens = {"tokens": Lengths(tokens=5)}
+    for name, sizes, said in (
+        ("encoder", {}, "was measured by tokens. Give tokens: … in `sizes`"),
+        ("encoder", {"words": Lengths(tokens=5)}, "was measured by tokens"),
+        ("fixed", tokens, "was measured for one size of requests only. Leave `sizes` away"),
+    ):
+        with pytest.raises(InvalidInputError) as error:
+            profile_of(ModelSpec(name=name, rate_rps=1, slo_ms=9, sizes=sizes), "cpu", profiles)
+        assert said in str(error.value)
+    with pytest.raises(ValueError, match="gives `sizes`, and has an inline latency"):
+        ModelSpec(name="a", rate_rps=1, slo_ms=9, sizes=tokens, latency=LinearLatency(alpha_ms=1, beta_ms=1))
