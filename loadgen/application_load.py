@@ -40,6 +40,7 @@ class ApplicationLoad:
     applications: tuple[Application, ...]
     schedule: Schedule
     tokens: RequestTokens | None = None  # of each request, when a model generates
+    sizes: NDArray[np.int64] | None = None  # a row for each request, when requests of a model vary in size
 
     @property
     def planned(self) -> int:
@@ -71,6 +72,7 @@ class ApplicationLoad:
             stage=self.stage[rows],
             calls={call: which for call, which in self.calls.items() if call % count == place},
             tokens=None if self.tokens is None else self.tokens.of(rows),
+            sizes=None if self.sizes is None else self.sizes[rows],
         )
 
 
@@ -221,6 +223,7 @@ def make_application_load(
         applications=tuple(applications),
         schedule=schedule,
         tokens=None if schedule.tokens is None else schedule.tokens.of(entry[order]),
+        sizes=None if schedule.sizes is None else schedule.sizes[entry[order]],
     )
 
 

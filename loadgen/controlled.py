@@ -89,8 +89,8 @@ class ControlledSimulation:
         arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
         joins = Joins(load, response_ms=self.network.response_ms)
         if not applications:
-            return ControlledLoad(*arrived, tokens=load.tokens), joins
-        return ControlledLoad(*arrived, load.deadlines_ms, joins), joins
+            return ControlledLoad(*arrived, tokens=load.tokens, sizes=load.sizes), joins
+        return ControlledLoad(*arrived, load.deadlines_ms, joins, sizes=load.sizes), joins
 
 
 def controlled_summary(

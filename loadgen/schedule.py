@@ -18,6 +18,7 @@ from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival_processes import arrival_times, arrival_tokens, process_of, read_trace
+from tenuto.profiles.size_classes import stack_sizes
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gives an error instead of using all memory
 
@@ -36,6 +37,7 @@ class Schedule:
     notes: tuple[str, ...] = ()  # notes about the times for the reader of the figures; not part of the hash
     applications: tuple[Application, ...] = ()
     tokens: RequestTokens | None = None  # of each request, when a model generates
+    sizes: NDArray[np.int64] | None = None  # a row for each request, when requests of a model vary in size
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -43,7 +45,7 @@ class Schedule:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over names, duration, times, models, and the stages of applications."""
+        """SHA-256 over names, duration, times, models, sizes, and the stages of applications."""
         digest = hashlib.sha256()
         digest.update("\0".join(self.names).encode() + np.float64(self.duration_s).tobytes())
         digest.update(np.ascontiguousarray(self.times_ms).tobytes())
@@ -53,6 +55,8 @@ class Schedule:
             digest.update(json.dumps(graphs).encode())
         if self.tokens is not None:
             digest.update(self.tokens.prompt.tobytes() + self.tokens.output.tobytes())
+        if self.sizes is not None:
+            digest.update(self.sizes.tobytes())
         return digest.hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -65,6 +69,7 @@ class Schedule:
             duration_s=self.duration_s,
             notes=np.array(self.notes, dtype=np.str_),
             tokens=np.array([]) if self.tokens is None else np.array([self.tokens.prompt, self.tokens.output]),
+            sizes=np.array([]) if self.sizes is None else self.sizes,
             applications=np.array([a.model_dump_json(exclude_none=True) for a in self.applications], dtype=np.str_),
         )
 
@@ -139,7 +144,16 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
         tokens = RequestTokens(*(np.concatenate([pair[kind] for pair in drawn])[order] for kind in (0, 1)))
     names = tuple(spec.name for spec in models)
     notes = (*_notes(models), *_cut(models, duration_s))
-    return Schedule(merged[order], index[order], names, duration_s, notes, tokens=tokens)
+    sizes = None
+    if any(spec.sizes for spec in models):
+        sizes = stack_sizes([_sizes(spec, part.size, seed) for spec, part in zip(models, times, strict=True)])[order]
+    return Schedule(merged[order], index[order], names, duration_s, notes, tokens=tokens, sizes=sizes)
+
+
+def _sizes(spec: ModelSpec, count: int, seed: int) -> NDArray[np.int64]:
+    """Return the sizes of a model's arrivals, a row each, in the order of the workload."""
+    columns = [lengths.draw(count, seed_for(seed, "sizes", spec.name, name)) for name, lengths in spec.sizes.items()]
+    return np.column_stack(columns) if columns else np.zeros((count, 0), dtype=np.int64)
 
 
 def _cut(models: Sequence[ModelSpec], duration_s: float) -> tuple[str, ...]:

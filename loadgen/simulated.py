@@ -146,6 +146,7 @@ class Simulation:
                 for at_s, gpus in self.losses
             ],
             tokens=load.tokens,
+            sizes=load.sizes,
             slos={index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None},
         )
 
@@ -159,11 +160,11 @@ class _WithApplications:
         self, load: ApplicationLoad, system: System, joins: Joins, models: HostedModels, begin_ms: float
     ) -> None:
         self._load, self._joins, self._models, self._begin_ms = load, joins, models, begin_ms
-        place = {model.name: index for index, model in enumerate(system.models)}
+        place = {model.name: index for index, model in enumerate(system.reported)}
         stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
-        hosted = system.served
+        hosted = system.reported_served
         self._complete = [name for name, parts in stages.items() if parts <= hosted]
-        self._alone = {system.models[m].name for m in hosted.difference(*stages.values())}
+        self._alone = {system.reported[m].name for m in hosted.difference(*stages.values())}
 
     def _of_models(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         return {name: count for name, count in counts.items() if name in self._alone}
@@ -213,15 +214,16 @@ class SimulatedRun:
         """
         result = self.result
         records = simulated_records(result, self.load)
-        names = [model.name for model in result.system.models]
-        slos = {model.name: model.slo_ms for model in result.system.models}
+        system = result.system
+        names = [model.name for model in system.reported]
+        slos = {model.name: model.slo_ms for model in system.reported}
         summary = summarise(
             records,
             names,
             warmup_ms=1000.0 * result.warmup_s,
             duration_ms=1000.0 * result.duration_s,
             applications=self.load.applications,
-            generating=[names[gpulet.model] for gpulet in result.system.generating],
+            generating=[names[system.reported_of[gpulet.model]] for gpulet in system.generating],
         )
         verdict = judge(records, summary, list(slos.values()))
         # Where both have a figure, the simulator's is kept: it saw every batch, not only the answered requests.
@@ -289,7 +291,7 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
 def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
     return application_figures(
         simulated_records(result, load),
-        [model.name for model in result.system.models],
+        [model.name for model in result.system.reported],
         load.applications,
         warmup_ms=1000.0 * result.warmup_s,
         duration_ms=1000.0 * result.duration_s,

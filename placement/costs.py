@@ -8,11 +8,12 @@ however many models use the row.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.workload import ModelSpec, Workload, profile_of
+from tenuto.placement.program import SizedLatency
+from tenuto.placement.workload import ModelSpec, Workload, profile_by_size, profile_of
 from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.share_latency import EVERY_RULE, WHOLE_GPU_PCT, ShareRule, latency_on_share
 
@@ -64,10 +65,18 @@ class _Row:
 class ModelOnGpu:
     """One model of the workload on one GPU type, alone on the GPU. `gpu` is one GPU of the type."""
 
-    __slots__ = ("_row", "gpu", "name", "slo_ms", "spec")
+    __slots__ = ("_classes", "_row", "gpu", "name", "slo_ms", "spec")
 
-    def __init__(self, spec: ModelSpec, gpu: Gpu, profile: ModelProfile, row: _Row | None = None) -> None:
-        self.spec, self.gpu = spec, gpu
+    def __init__(
+        self,
+        spec: ModelSpec,
+        gpu: Gpu,
+        profile: ModelProfile,
+        row: _Row | None = None,
+        classes: Sequence[tuple[Mapping[str, int], _Row]] = (),
+    ) -> None:
+        """`classes` has the sizes and the row of each size class, smallest first."""
+        self.spec, self.gpu, self._classes = spec, gpu, classes
         self.name, self.slo_ms = spec.name, spec.slo_ms
         self._row = row or _Row(profile)
 
@@ -133,6 +142,18 @@ class ModelOnGpu:
         """
         return latency_up_to(self._row.latency(share_pct)[0], batch_size)
 
+    def by_size(self, share_pct: float, batch_size: int) -> tuple[SizedLatency, ...]:
+        """Return l(b) of each size class on a share for the plan: up to the planned batch, or up to the batch of small
+        requests that takes no longer than the planned one."""
+        found = []
+        for sizes, row in self._classes:
+            latency = row.latency(share_pct)[0]
+            most = max(batch_size, latency.largest_batch(self.latency(share_pct).at(batch_size)))
+            if isinstance(latency, LatencyTable):
+                most = min(most, latency.largest)
+            found.append(SizedLatency(sizes=dict(sizes), latency=latency_up_to(latency, most)))
+        return tuple(found)
+
 
 def latency_up_to(latency: Latency, batch_size: int) -> Latency:
     """Return l(b) up to a batch size: a line stays as it is; a table keeps its points up to that size and ends
@@ -188,5 +209,10 @@ def costs_of(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[s
             except InvalidInputError:
                 continue
             row = rows.setdefault(id(profile), _Row(profile))
-            costs[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row)
+            sized = profile_by_size(spec, kind, profiles)
+            classes = [
+                (dict(zip(sized.size_names, sizes, strict=True)), rows.setdefault(id(padded), _Row(padded)))
+                for sizes, padded in sized.by_class.items()
+            ]
+            costs[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row, classes)
     return costs

@@ -85,11 +85,14 @@ def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
 
 
 def why_unmergeable(models: Iterable[ModelSpec]) -> str | None:
-    """Return why models cannot be merged: one has no network, or options that a merged program lacks."""
+    """Return why models cannot be merged: one has no network, sizes that vary, or options that a merged program
+    lacks."""
     specs = list(models)
     without = [spec.name for spec in specs if not has_network(spec)]
     if without:
         return f"{', '.join(without)} has no network to merge; give its `source`"
+    if sized := [spec.name for spec in specs if spec.sizes]:
+        return f"requests of {', '.join(sized)} vary in size"
     refused = [f"`{key}: {value}` of {s.name}" for s in specs for key, value in unmergeable_options(s.options).items()]
     return f"a merged program knows no {', no '.join(refused)}" if refused else None
 

@@ -223,7 +223,7 @@ class Plan(StrictModel):
             for group in gpulet.get("merge", ()):
                 _drop(group, **_DEFAULTS[MergedGroup])
             for replica in gpulet["models"]:
-                _drop(replica, **_DEFAULTS[Replica])
+                _drop(replica, **_DEFAULTS[Replica] | {"by_size": []})
         _drop(data, drained=[], streaming=False, objective="weighted", overcommits=False, believed=None)
         _drop(data["expected"], assumptions=[], losses=[])
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]

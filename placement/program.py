@@ -24,6 +24,13 @@ Basis = Literal["measured", "sum"]
 """Where the latency of a merged program comes from: it was measured, or it is the sum of its members' latencies."""
 
 
+class SizedLatency(StrictModel):
+    """l(b) of batches that are padded to these sizes, up to the largest batch that will run."""
+
+    sizes: dict[str, Annotated[int, Field(ge=1)]]
+    latency: LatencyField
+
+
 class Replica(StrictModel):
     """One model resident on a gpu-let.
 
@@ -41,6 +48,8 @@ class Replica(StrictModel):
     weights_mib: Annotated[float, Field(ge=0)] | None = None  # the part that every batch needs; None: not known
     latency: LatencyField | None = None
     latency_rule: ShareRule = "measured"  # where the latency on the share comes from
+    # Of a model whose requests vary in size: l(b) by what batches are padded to. `latency` is the mean over what comes.
+    by_size: tuple[SizedLatency, ...] = ()
     # Of a model that generates, in place of `latency`: what its steps cost, and the tokens that it has memory for.
     steps: StepCost | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -178,15 +178,15 @@ class ModelProfile(StrictModel):
         if place is None:
             beyond = ",".join(f"{name}={size}" for name, size in sizes.items())
             raise MissingProfileError(f"no measured sizes cover {beyond}. Profile larger ones with --sizes {beyond}.")
-        return self._by_class[place]
+        return self.by_class[self.size_classes[place]]
 
     @cached_property
-    def _by_class(self) -> tuple[ModelProfile, ...]:
-        """The profile at each of `size_classes`, with points of fixed shape."""
+    def by_class(self) -> Mapping[Sizes, ModelProfile]:
+        """The profile at each of `size_classes`, in their order, with points of fixed shape; empty if it has none."""
         points: dict[Sizes, list[ProfilePoint]] = {sizes: [] for sizes in self.size_classes}
-        for point in self.points:
+        for point in self.points if points else ():
             points[tuple(point.sizes.values())].append(point.model_copy(update={"sizes": {}}))
-        return tuple(self.model_copy(update={"points": tuple(each), "fit": None}) for each in points.values())
+        return {c: self.model_copy(update={"points": tuple(each), "fit": None}) for c, each in points.items()}
 
     def mean_over(self, parts: tuple[float, ...]) -> ModelProfile:
         """Return the profile with the mean latency over `size_classes` and the memory of the largest class.
@@ -204,7 +204,7 @@ class ModelProfile(StrictModel):
         return {}
 
     def _mean_points(self, parts: tuple[float, ...]) -> tuple[ProfilePoint, ...]:
-        chosen = [(part, profile) for part, profile in zip(parts, self._by_class, strict=True) if part]
+        chosen = [(part, profile) for part, profile in zip(parts, self.by_class.values(), strict=True) if part]
         keys = [{(p.share_pct, p.mig_gpcs, p.batch_size): p for p in profile.points} for _, profile in chosen]
         common = set(keys[0]).intersection(*keys[1:]) if keys else set()
         if not common:

@@ -28,9 +28,15 @@ def class_of(classes: Sequence[Sizes], sizes: Sizes) -> int | None:
     return None
 
 
-def classes_of(classes: Sequence[Sizes], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def find_classes(classes: Sequence[Sizes], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the same for many requests, one row of sizes each; -1 where no class covers them."""
     places = np.full(len(sizes), -1, dtype=np.int64)
     for place in range(len(classes) - 1, -1, -1):
         places[(sizes <= np.array(classes[place])).all(axis=1)] = place
     return places
+
+
+def stack_sizes(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the sizes of the requests of several models below each other; rows with fewer sizes are filled by 0."""
+    width = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])

@@ -18,14 +18,15 @@ from tenuto.batching.core.system import (
     ScheduledProgram,
     System,
 )
-from tenuto.errors import Problem, raise_if_any, refused
-from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
+from tenuto.errors import MissingProfileError, Problem, raise_if_any, refused
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.expectation.outlook import provided_rps
 from tenuto.placement.generates import Generates
-from tenuto.placement.program import program_name
-from tenuto.placement.workload import generation_of
+from tenuto.placement.program import Program, program_name
+from tenuto.placement.workload import generation_of, profile_by_size, size_parts
 from tenuto.profiles import Latency, LatencyTable, Profiles
+from tenuto.profiles.size_classes import Sizes, class_of, in_order
 
 NO_DELAY = NetworkDelay()
 _AGAIN = "Make the plan again with `tenuto plan`."
@@ -42,8 +43,12 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
         meet.
     """
-    programs = _programs(plan)
-    index = {program.name: position for position, program in enumerate(programs)}
+    models = _models(plan.models, provided_rps(plan), _size_classes(plan))
+    programs = _programs(plan, models)
+    index: dict[str, list[int]] = {}  # of a model with size classes several
+    for position, scheduled in enumerate(programs):
+        index.setdefault(scheduled.name, []).append(position)
+    names = {spec.name: tuple(spec.sizes) for spec in plan.models}
     known = {spec.name for spec in plan.models}
     writing = {spec.name: (spec.generates, spec.slo) for spec in plan.models if spec.generates is not None}
     problems = network.problems()
@@ -60,26 +65,28 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 replica, (limits, slo) = program.members[0], writing[program.name]
                 if replica.steps is not None:
                     of_steps = _limits(limits, replica.kv_tokens, replica.block_tokens, replica.longest_context)
-                    model = programs[index[program.name]].members[0]
+                    model = programs[index[program.name][0]].members[0]
                     how = (model, of_steps, replica.steps, replica.decided_ahead)
                     bounds = (INF, INF) if slo is None else (slo.ttft_ms, slo.tpot_ms)
                     generating.append(GeneratingGpulet(position, *how, *bounds, replica.planned_rps))
             elif program.latency is None:
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:
-                steps = latency_steps(program.latency, 0.0, program.batch_size)
                 hidden_ms = hidden_copies_ms(plan, program)
-                executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
-                if hidden_ms < 0.0 or (hidden_ms and min(executed[1:], default=1.0) <= 0.0):
-                    rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
-                    problems.append(Problem(where, hidden_ms, rule, "Correct `copy_in_ms` and `copy_out_ms`."))
-                hosts[index[program.name]] = Host(executed, program.slowdown)
+                for place in index[program.name]:
+                    sizes = models[programs[place].members[0]].sizes
+                    steps = _steps_of(program, names[program.models[0]], sizes)
+                    executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
+                    if hidden_ms < 0.0 or (hidden_ms and min(executed[1:], default=1.0) <= 0.0):
+                        rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
+                        problems.append(Problem(where, hidden_ms, rule, "Correct `copy_in_ms` and `copy_out_ms`."))
+                    if steps:
+                        hosts[place] = Host(executed, program.slowdown)
         held = shared.setdefault(tuple(hosts.items()), hosts)
         gpulets.append(ScheduledGpulet(gpulet.id, gpulet.gpu, held, gpulet.also_on))
     raise_if_any(problems)
     if plan.streaming:
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
-    models = _models(plan.models, provided_rps(plan))
     system = System(models, tuple(gpulets), network, programs, plan.objective, tuple(generating))
     raise_if_any(system.unserveable() if check_slos else ())
     return system
@@ -95,32 +102,68 @@ def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, long
     )
 
 
-def _models(specs: Sequence[ModelSpec], room_rps: Mapping[str, float]) -> tuple[Model, ...]:
-    return tuple(
-        Model(
-            spec.name,
-            spec.slo_ms,
-            spec.rate_rps,
-            spec.weight,
-            spec.priority,
-            spec.longest_hold_ms,
-            room_rps.get(spec.name),
-        )
-        for spec in specs
-    )
+def _size_classes(plan: Plan) -> dict[str, tuple[Sizes, ...]]:
+    """Return the size classes of models whose requests vary, in the order of the workload's names: all sizes at which
+    the latency of some replica is known."""
+    names = {spec.name: tuple(spec.sizes) for spec in plan.models if spec.sizes}
+    known: dict[str, list[Sizes]] = {}
+    for gpulet in plan.gpulets if names else ():
+        joint = {name for models in gpulet.joint_models for name in models}
+        for replica in gpulet.models:
+            if replica.name in names and replica.name not in joint:
+                sizes = [tuple(each.sizes[name] for name in names[replica.name]) for each in replica.by_size]
+                known.setdefault(replica.name, []).extend(sizes)
+    return {name: in_order(sizes) for name, sizes in known.items()}
 
 
-def _programs(plan: Plan) -> tuple[ScheduledProgram, ...]:
+def _steps_of(program: Program, names: Sequence[str], sizes: Sizes) -> tuple[float, ...]:
+    """Return l(0..b) of a program on a gpu-let for requests of these sizes, () where it is not known for them."""
+    latency, by_size = program.latency, program.members[0].by_size
+    if latency is None or not sizes or not by_size:
+        return () if latency is None else latency_steps(latency, 0.0, program.batch_size)
+    known = {tuple(each.sizes[name] for name in names): each.latency for each in by_size}
+    classes = in_order(known)
+    place = class_of(classes, sizes)
+    if place is None:
+        return ()
+    latency = known[classes[place]]
+    return latency_steps(latency, 0.0, latency.largest if isinstance(latency, LatencyTable) else program.batch_size)
+
+
+def _models(
+    specs: Sequence[ModelSpec], room_rps: Mapping[str, float], classes: Mapping[str, Sequence[Sizes]]
+) -> tuple[Model, ...]:
+    """Return the models, each size class of one by itself with its part of the rate."""
+    models = []
+    for spec in specs:
+        mine, room = classes.get(spec.name, ()), room_rps.get(spec.name)
+        parts = size_parts(spec, tuple(spec.sizes), mine) if mine else (1.0,)
+        for sizes, part in zip(mine or ((),), parts, strict=True):
+            model = Model(
+                spec.name,
+                spec.slo_ms,
+                spec.rate_rps * part or None,
+                spec.weight,
+                spec.priority,
+                spec.longest_hold_ms,
+                None if room is None else room * part,
+                sizes,
+            )
+            models.append(model)
+    return tuple(models)
+
+
+def _programs(plan: Plan, models: Sequence[Model]) -> tuple[ScheduledProgram, ...]:
     """Return the programs of a plan, in the order of their first models. A model that no gpu-let holds is a program of
-    its own."""
-    position = {spec.name: place for place, spec in enumerate(plan.models)}
+    its own, and so is each size class."""
+    position = {model.name: place for place, model in enumerate(models)}
     joint = {program_name(models): models for gpulet in plan.gpulets for models in gpulet.joint_models}
     models_of = {name: models for name, models in joint.items() if position.keys() >= set(models)}
     taken = {name for models in models_of.values() for name in models}
-    models_of |= {name: (name,) for name in position if name not in taken}
-    programs = (
-        ScheduledProgram(name, tuple(position[model] for model in models)) for name, models in models_of.items()
-    )
+    programs = [ScheduledProgram(name, tuple(position[model] for model in group)) for name, group in models_of.items()]
+    programs += [
+        ScheduledProgram(model.name, (place,)) for place, model in enumerate(models) if model.name not in taken
+    ]
     return tuple(sorted(programs, key=lambda program: min(program.members)))
 
 
@@ -152,14 +195,29 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
     names = [spec.name for spec in workload.models if spec.generates is not None]
     if names:
         return _generating_everywhere(workload, cluster, profiles, network, names[0])
-    by_type: dict[str, dict[int, Host]] = {}
-    for gpu_type in cluster.gpu_types:
-        by_type[gpu_type] = {
-            position: Host(latency_steps(profile_of(spec, gpu_type, profiles).latency(), spec.slo_ms))
-            for position, spec in enumerate(workload.models)
-        }
+    specs = {spec.name: spec for spec in workload.models}
+    classes = {
+        spec.name: in_order(
+            tuple(sizes[profile.size_names.index(name)] for name in spec.sizes)
+            for profile in (profile_by_size(spec, gpu_type, profiles) for gpu_type in cluster.gpu_types)
+            for sizes in profile.size_classes
+        )
+        for spec in workload.models
+        if spec.sizes
+    }
+    models = _models(workload.models, {}, classes)
+    by_type: dict[str, dict[int, Host]] = {gpu_type: {} for gpu_type in cluster.gpu_types}
+    for gpu_type, hosts in by_type.items():
+        for position, model in enumerate(models):
+            profile = profile_by_size(specs[model.name], gpu_type, profiles)
+            if model.sizes:
+                try:
+                    profile = profile.padded_to(dict(zip(specs[model.name].sizes, model.sizes, strict=True)))
+                except MissingProfileError:
+                    continue  # measured on another GPU type
+            hosts[position] = Host(latency_steps(profile.latency(), model.slo_ms))
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
-    system = System(_models(workload.models, {}), gpulets, network, objective=workload.objective)
+    system = System(models, gpulets, network, objective=workload.objective)
     raise_if_any(system.unserveable())
     return system
 
@@ -176,6 +234,6 @@ def _generating_everywhere(
         generation = generation_of(spec, gpu.type, profiles)
         limits = _limits(spec.generates, generation.kv_tokens, generation.block_tokens, generation.longest_context)
         generating.append(GeneratingGpulet(place, 0, limits, generation.cost(), generation.decided_ahead))
-    models = _models(workload.models, {})
+    models = _models(workload.models, {}, {})
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, {}) for gpu in cluster.gpus)
     return System(models, gpulets, network, objective=workload.objective, generating=tuple(generating))

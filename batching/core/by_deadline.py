@@ -134,13 +134,17 @@ class DeadlineScheduler(Scheduler, Generic[P, Q]):
 
     def _send(self, queue: Q, pool: P, skip: int, size: int, now: float) -> None:
         """Send requests as one batch to the next gpu-let of a pool."""
-        gpulets, program = self._gpulets, queue.program
+        self._send_ids(queue.program, pool, queue.remove(skip, skip + size), now)
+
+    def _send_ids(self, program: int, pool: P, ids: list[int], now: float) -> None:
+        """Send these requests, which wait no more, as one batch of a program to the next gpu-let of a pool."""
+        gpulets, size = self._gpulets, len(ids)
         free_at, gpulet = gpulets.open_at(pool, now)
         start, run_ms = (
             max(now + gpulets.way_ms(size), free_at),
             gpulets.factor(program, gpulet) * pool.run[program][size],
         )
-        self.decisions.append(Dispatch(gpulet, program, queue.remove(skip, skip + size), start, start + run_ms))
+        self.decisions.append(Dispatch(gpulet, program, ids, start, start + run_ms))
         gpulets.send(gpulet, run_ms, start + run_ms)
 
     # What a driver calls ---------------------------------------------------------------------------------------------

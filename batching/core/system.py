@@ -16,6 +16,7 @@ from tenuto.batching.core.step_scheduler import StepLimits
 from tenuto.errors import Problem
 from tenuto.placement import Objective
 from tenuto.profiles import StepCost
+from tenuto.profiles.size_classes import class_of
 
 INF = math.inf
 
@@ -45,6 +46,9 @@ class Model(ByFields):
     lower `priority` lose requests first. `weight` is the worth of one request when the objective is `weighted`.
     `longest_hold_ms` bounds how long a request may be held while a gpu-let is idle (None: the scheduler's own bound).
     `provided_rps` is what the plan has room for where that is less than the planned rate (None: all of it).
+
+    Models of one name that follow each other are the size classes of one model, smallest first. Each has the requests
+    of at most its `sizes` that no smaller class covers. `joins`: requests may be padded into batches of larger ones.
     """
 
     name: str
@@ -54,11 +58,14 @@ class Model(ByFields):
     priority: int = 0
     longest_hold_ms: float | None = None
     provided_rps: float | None = None
+    sizes: tuple[int, ...] = ()
+    joins: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledProgram(ByFields):
-    """A program as a scheduler sees it: the models that run as one, by index. A lone model is a program of one."""
+    """A program as a scheduler sees it: the models that run as one, by index. A lone model is a program of one. So is
+    each size class of a model; they have one name."""
 
     name: str
     members: tuple[int, ...]
@@ -149,7 +156,7 @@ class System(ByFields):
     """Everything a scheduler is built from. The order of `gpulets` is their rank: the smallest index is preferred.
 
     Every model is a member of exactly one program; a program that no gpu-let hosts is unserved. Without `programs`
-    every model is a program of its own, with its own index.
+    every model is a program of its own, with its own index. A size class is never merged with other models.
     """
 
     models: tuple[Model, ...]
@@ -172,6 +179,53 @@ class System(ByFields):
         return tuple(program_of[index] for index in range(len(self.models)))
 
     @cached_property
+    def classes_of(self) -> tuple[tuple[int, ...], ...]:
+        """The size classes of each model that clients know, by index; a model of fixed shape is its only one."""
+        groups: list[list[int]] = []
+        for index, model in enumerate(self.models):
+            if model.sizes and groups and model.name == self.models[index - 1].name:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        return tuple(map(tuple, groups))
+
+    @cached_property
+    def reported(self) -> tuple[Model, ...]:
+        """The models as clients and reports know them; of size classes the largest one."""
+        return tuple(self.models[classes[-1]] for classes in self.classes_of)
+
+    @cached_property
+    def reported_of(self) -> tuple[int, ...]:
+        """The place among `reported` of every model, by index."""
+        return tuple(place for place, classes in enumerate(self.classes_of) for _ in classes)
+
+    @cached_property
+    def joint_classes(self) -> Mapping[int, Mapping[int, int]]:
+        """The programs of size classes whose requests may join each other: by program and other program, the smallest
+        program that covers both. Empty for models of fixed shape."""
+        joint: dict[int, dict[int, int]] = {}
+        for classes in self.classes_of:
+            sizes = [self.models[model].sizes for model in classes]
+            if len(sizes) > 1 and all(self.models[model].joins for model in classes):
+                for one, own in zip(classes, sizes, strict=True):
+                    both = [class_of(sizes, tuple(map(max, own, other))) for other in sizes]
+                    joint[self.program_of[one]] = {
+                        self.program_of[other]: self.program_of[classes[place]]
+                        for other, place in zip(classes, both, strict=True)
+                        if place is not None and other != one
+                    }
+        return joint
+
+    def place_of(self, place: int, sizes: tuple[int, ...]) -> int:
+        """Return the index of the model or size class that a request of one of `reported` belongs to; -1: it is larger
+        than every class."""
+        classes = self.classes_of[place]
+        if len(classes) == 1:
+            return classes[0]
+        within = class_of([self.models[model].sizes for model in classes], sizes)
+        return -1 if within is None else classes[within]
+
+    @cached_property
     def offered(self) -> tuple[Model, ...]:
         """Each program as if it were one model: the sum of its members' rates, the shortest of their SLOs and holds,
         the largest weight and priority."""
@@ -187,6 +241,12 @@ class System(ByFields):
         """The models whose program some gpu-let hosts, by index."""
         return frozenset(model for model, program in enumerate(self.program_of) if program in self.hosted)
 
+    @cached_property
+    def reported_served(self) -> frozenset[int]:
+        """The places among `reported` of the models that some gpu-let serves or generates with."""
+        served = self.served | {gpulet.model for gpulet in self.generating}
+        return frozenset(self.reported_of[model] for model in served)
+
     def distinct_hosts(self) -> list[Mapping[int, Host]]:
         """Return the distinct `hosts` objects of all gpu-lets."""
         return list({id(gpulet.hosts): gpulet.hosts for gpulet in self.gpulets}.values())
@@ -196,8 +256,11 @@ class System(ByFields):
         network = self.network
         fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
         fastest: dict[int, float] = {}
+        # Of a model with size classes, the smallest requests count.
+        smallest = {p: self.program_of[self.classes_of[self.reported_of[m]][0]] for m, p in enumerate(self.program_of)}
         for hosts in self.distinct_hosts():
-            for index, host in hosts.items():
+            for program, host in hosts.items():
+                index = smallest[program]
                 fastest[index] = min(fastest.get(index, INF), host.latency_ms[1] * host.slowdown)
         return [
             Problem(

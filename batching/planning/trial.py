@@ -54,6 +54,7 @@ class Trials:
         self._value = Worth(models, objective).of
         self.times_ms, self.index = self._schedule()
         self._tokens = self._lengths() if any(spec.generates is not None for spec in models) else None
+        self._sizes = self._request_sizes() if any(spec.sizes for spec in models) else None
         self._slos = {place: spec.slo for place, spec in enumerate(models) if spec.slo is not None}
         begin_ms = 1000.0 * WARM_UP * self._duration_s
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
@@ -83,6 +84,7 @@ class Trials:
             stop=is_hopeless,
             tokens=self._tokens,
             slos=self._slos,
+            sizes=self._sizes,
         )
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
@@ -109,6 +111,15 @@ class Trials:
                 prompts[mine] = generates.prompt_tokens.draw(int(mine.sum()), draws)
                 outputs[mine] = generates.output_tokens.draw(int(mine.sum()), draws)
         return RequestTokens(prompts, outputs)
+
+    def _request_sizes(self) -> NDArray[np.int64]:
+        """Return the sizes of each request, in the order of the workload."""
+        sizes = np.zeros((len(self.index), max(len(spec.sizes) for spec in self._models)), dtype=np.int64)
+        for position, spec in enumerate(self._models):
+            draws, mine = np.random.default_rng([self._seed, position, 2]), np.flatnonzero(self.index == position)
+            for column, lengths in enumerate(spec.sizes.values()):
+                sizes[mine, column] = lengths.draw(len(mine), draws)
+        return sizes
 
     def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         times, owners = [], []

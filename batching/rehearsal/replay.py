@@ -58,6 +58,8 @@ class Replay(NamedTuple):
         offered = [0] * programs
         for _, model, _ in self.arrivals[slice(*self.counted)]:
             offered[program_of[model]] += 1
+        # With size classes, a batch has requests of several programs.
+        owners = [program_of[model] for _, model, _ in self.arrivals] if self.system.joint_classes else []
         replayed: dict[Setting, Replayed] = {}
         for setting in sorted(self.settings, key=lambda setting: -setting.defend):
             if setting in replayed:
@@ -65,7 +67,7 @@ class Replay(NamedTuple):
             chosen = replace(self.options, hold=setting.hold, defend=setting.defend)
             core = self.scheduler(self.system, chosen, self.known)
             met = [0] * programs
-            busy_ms = self._run(core, met)
+            busy_ms = self._run(core, met, owners)
             made = replayed[setting] = Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked)
             if not core.has_defended and _is_ascending(self.system):
                 for other in self.settings:
@@ -73,8 +75,9 @@ class Replay(NamedTuple):
                         replayed[other] = made._replace(setting=other)
         return [replayed[setting] for setting in self.settings]
 
-    def _run(self, core: Scheduler, met: list[int]) -> float:
-        """Count in `met` the requests met, by program; returns how long gpu-lets are busy, in ms."""
+    def _run(self, core: Scheduler, met: list[int], owners: list[int]) -> float:
+        """Count in `met` the requests met, by program; returns how long gpu-lets are busy, in ms. `owners` has the
+        program of each request, if batches mix them."""
         busy_ms = 0.0
         done: list[tuple[float, int]] = []
         add = core.add_request
@@ -82,12 +85,12 @@ class Replay(NamedTuple):
             while core.next_wake_ms < at or (done and done[0][0] <= at):
                 _advance(core, done)
                 if core.decisions:
-                    busy_ms += _carry_out(core, done, met, self.counted)
+                    busy_ms += _carry_out(core, done, met, owners, self.counted)
             add(at, model, number, deadline)
         while done or core.next_wake_ms < INF:
             _advance(core, done)
             if core.decisions:
-                busy_ms += _carry_out(core, done, met, self.counted)
+                busy_ms += _carry_out(core, done, met, owners, self.counted)
         return busy_ms
 
 
@@ -107,7 +110,9 @@ def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
         core.wake(wake)
 
 
-def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], counted: tuple[int, int]) -> float:
+def _carry_out(
+    core: Scheduler, done: list[tuple[float, int]], met: list[int], owners: list[int], counted: tuple[int, int]
+) -> float:
     """Send the batches that the scheduler decided on; returns how long they keep gpu-lets busy, in ms."""
     busy_ms = 0.0
     first, last = counted
@@ -116,6 +121,10 @@ def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], c
             gpulet, program, ids, start, finish = decision
             heappush(done, (finish, gpulet))
             busy_ms += finish - start
-            met[program] += sum([first <= number < last for number in ids])
+            if owners:
+                for number in ids:
+                    met[owners[number]] += first <= number < last
+            else:
+                met[program] += sum([first <= number < last for number in ids])
     core.decisions.clear()
     return busy_ms

@@ -48,9 +48,8 @@ class HostedModels:
         self, system: System, times_ms: NDArray[np.float64], model_index: NDArray[np.int32], begin_ms: float
     ) -> None:
         """`begin_ms`: end of the warm-up."""
-        hosted = system.served | {gpulet.model for gpulet in system.generating}
-        self._index = {system.models[index].name: index for index in sorted(hosted)}
-        self._arriving = np.bincount(model_index[times_ms >= begin_ms], minlength=len(system.models)).tolist()
+        self._index = {system.reported[index].name: index for index in sorted(system.reported_served)}
+        self._arriving = np.bincount(model_index[times_ms >= begin_ms], minlength=len(system.reported)).tolist()
 
     def offered(self) -> dict[str, int]:
         """Return how many requests arrive after the warm-up."""

@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
 from tenuto.batching.core.scheduler_status import SchedulerStatus
-from tenuto.batching.core.system import INF
+from tenuto.batching.core.system import INF, System
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
 from tenuto.batching.virtual.generating_replicas import GeneratingReplicas
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
 from tenuto.batching.virtual.virtual_steps import RequestTokens
+from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
+from tenuto.profiles.size_classes import find_classes
 
 _REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
 
@@ -59,9 +61,11 @@ class Engine:
         *,
         counted_from_ms: float = INF,
         tokens: RequestTokens | None = None,
+        sizes: NDArray[np.int64] | None = None,
     ) -> None:
         """`counted_from_ms`: `lost_by_model` counts the requests lost after this time, of models with gpu-lets.
-        `tokens`: needed when a model generates."""
+        `tokens`: needed when a model generates. `sizes`: a row for each request, needed when a model has size
+        classes."""
         self.times_ms, self.models, self.deadlines_ms = times_ms, model_index, deadlines_ms
         self.planned = len(times_ms)
         if follows is not None:
@@ -73,8 +77,10 @@ class Engine:
         self._rehearsals: Rehearsals | None = None
         self._replay: Replay | None = None
         self.gpulets = EmulatedGpulets()
-        self.index: Sequence[int] = ()  # by model of the schedule: its place in the scheduler's system; -1: not served
-        self._index = np.zeros(0, dtype=np.int64)  # the same as an array
+        # By model of the schedule: its place among those that the scheduler's system reports; -1: not served.
+        self.index: Sequence[int] = ()
+        self._index = np.zeros(0, dtype=np.int64)  # by model of the schedule: its first place among the system's models
+        self._places: NDArray[np.int64] | None = None  # by request, where models have size classes
         self.replicas = GeneratingReplicas(self.times_ms, tokens, self.gpulets.events, self.lose)
         self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
         self.lost: dict[Outcome, list[Sequence[int]]] = {
@@ -85,6 +91,7 @@ class Engine:
         self._retried: set[int] = set()
         self._follows = follows
         self._counted_from_ms = counted_from_ms
+        self._sizes = sizes
 
     def install(
         self, scheduler: Scheduler, index: Sequence[int], data_ms_by_model: Sequence[float] | None = None
@@ -93,15 +100,43 @@ class Engine:
 
         Args:
             scheduler: a fresh one.
-            index: the place of each of the schedule's models in the scheduler's system; -1: not served.
+            index: the place of each of the schedule's models among those that the scheduler's system reports; -1: not
+                served.
             data_ms_by_model: see `simulate`.
+
+        Raises:
+            InvalidInputError: a model has size classes, and the requests have no sizes.
         """
-        self.scheduler, self.index, self._index = scheduler, index, np.array(index, dtype=np.int64)
+        classes_of = scheduler.system.classes_of
+        self.scheduler, self.index = scheduler, index
+        self._index = np.array([-1 if place < 0 else classes_of[place][0] for place in index], dtype=np.int64)
+        self._places = None
+        if any(place >= 0 and len(classes_of[place]) > 1 for place in index):
+            self._places = self._find_classes(scheduler.system)
         self._rehearsals, self._replay = rehearsals_of(scheduler), None
         self.lost_by_model = self.lost_by_model or [0] * len(index)
         self.gpulets.add(scheduler.system, data_ms_by_model)
         if scheduler.system.generating or self.replicas.steps:
             self.replicas.install(scheduler)
+
+    def _find_classes(self, system: System) -> NDArray[np.int64]:
+        """Return the model or size class of every request in the scheduler's system; -1: none serves it."""
+        places = self._index[self.models]
+        for model, place in enumerate(self.index):
+            classes = system.classes_of[place] if place >= 0 else ()
+            if len(classes) > 1:
+                if self._sizes is None:
+                    raise InvalidInputError("a model has size classes: give the sizes of all requests.")
+                grid = [system.models[each].sizes for each in classes]
+                of_model = np.flatnonzero(self.models == model)
+                within = find_classes(grid, self._sizes[of_model, : len(grid[0])])
+                is_served = np.array([each in system.served for each in classes] + [False])
+                places[of_model] = np.where(is_served[within], classes[0] + within, -1)
+        return places
+
+    def place_of(self, request: int) -> int:
+        """Return the place of a request's model or size class among the models of the scheduler's system; -1: none."""
+        return int(self._index[self.models[request]] if self._places is None else self._places[request])
 
     def serve(self, last: int) -> None:
         """Let the arrivals before number `last` come, and do all events until then."""
@@ -113,10 +148,11 @@ class Engine:
             return
         events, now, settle, add = self.gpulets.events, self.now_ms, self.settle, scheduler.add_request
         rehearsals, generated = self._rehearsals, self.replicas.by_model
+        places = self._index[self.models[self.next : last]] if self._places is None else self._places[self.next : last]
         for request, at, model, deadline in zip(
             rows,
             self.times_ms[self.next : last].tolist(),
-            self._index[self.models[self.next : last]].tolist(),
+            places.tolist(),
             self.deadlines_ms[self.next : last].tolist(),
             strict=True,
         ):
@@ -180,7 +216,7 @@ class Engine:
 
     def add(self, request: int, now: float, unserved: Outcome) -> None:
         """Give the scheduler a request out of turn; when its model has no gpu-let, it ends as `unserved`."""
-        model = self.index[int(self.models[request])] if self.scheduler is not None else -1
+        model = self.place_of(request) if self.scheduler is not None else -1
         if model < 0 or self.scheduler is None:
             self.lose(now, unserved, (request,))
         elif model in self.replicas.by_model:

@@ -154,7 +154,7 @@ class SimulationResult:
 
     def counts(self) -> NDArray[np.int64]:
         """Return measured requests by model (rows) and outcome (columns, in the order of `OUTCOMES`)."""
-        rows = len(self.system.models)
+        rows = len(self.system.reported)
         flat = self.model[self.measured].astype(np.int64) * len(OUTCOMES) + self.outcome[self.measured]
         counts: NDArray[np.int64] = np.bincount(flat, minlength=rows * len(OUTCOMES)).astype(np.int64)
         return counts.reshape(rows, len(OUTCOMES))
@@ -230,7 +230,7 @@ class SimulationResult:
             "gpu_utilisation": sum(gpu_busy.values()) / (len(gpu_busy) * window_ms) if gpu_busy else 0.0,
             "wall_s": self.wall_s,
             "requests": offered,
-            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.system.models)},
+            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.system.reported)},
             "gpulets": self._gpulet_figures(window_ms),
             "duration_s": self.duration_s,
             "warmup_s": self.warmup_s,
@@ -252,7 +252,9 @@ class SimulationResult:
         inverse = float((1.0 / self.batch_size[answered]).sum()) if len(latency) else 0.0
         figures["mean_batch"] = len(latency) / inverse if inverse else None
         writing = self.writing
-        if writing is not None and any(gpulet.model == index for gpulet in self.system.generating):
+        if writing is not None and any(
+            self.system.reported_of[gpulet.model] == index for gpulet in self.system.generating
+        ):
             requests = np.flatnonzero(answered)
             figures |= writing.figures(requests, self.arrival_ms, self.answered_ms, self.window_s, P99_SAMPLES)
         return figures

@@ -102,6 +102,7 @@ class RunningSystem:
         cannot_start: Callable[[Gpulet], str | None] = lambda _gpulet: None,
         seed: int = 0,
         tokens: RequestTokens | None = None,
+        sizes: NDArray[np.int64] | None = None,
     ) -> None:
         """Prepare without a plan: until `apply` every request is rejected.
 
@@ -118,13 +119,14 @@ class RunningSystem:
             cannot_start: returns why a gpu-let's process never becomes ready; None if it does.
             seed: seed of the times to start and to load.
             tokens: of each request's prompt and output; needed when models generate.
+            sizes: a row for each request; needed when models have size classes.
         """
         self.plan: Plan | None = None
         self.life = life or Life()
         self._names = tuple(names)
         if deadlines_ms is None:
             deadlines_ms = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
-        self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows, tokens=tokens)
+        self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows, tokens=tokens, sizes=sizes)
         self._engine.replicas.is_ready = self._is_ready
         self._tokens = tokens
         self._engine.batch_ended = self._batch_ended
@@ -225,8 +227,8 @@ class RunningSystem:
         waiting, engine = self._take_back(now), self._engine
         self.plan, self._system = plan, from_plan(plan, self._network)
         scheduler = self._make_scheduler(self._system)
-        served = self._system.served | {gpulet.model for gpulet in self._system.generating}
-        place = {model.name: index for index, model in enumerate(self._system.models) if index in served}
+        served = self._system.reported_served
+        place = {model.name: index for index, model in enumerate(self._system.reported) if index in served}
         engine.install(scheduler, [place.get(name, -1) for name in self._names])
         self._odd.clear()
         self._stretch()
@@ -247,7 +249,7 @@ class RunningSystem:
         first = int(np.searchsorted(engine.times_ms[: engine.next], now - self._longest_slo_ms - 1.0))
         requests = []
         for request in chain(range(first, engine.next), self._may_wait, engine.followed):
-            model = engine.index[int(engine.models[request])]
+            model = engine.place_of(request)
             if model >= 0 and scheduler.cancel(now, model, request):
                 requests.append(request)
         engine.carry_out(now)

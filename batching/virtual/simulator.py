@@ -36,13 +36,14 @@ def simulate(
     losses: Sequence[tuple[float, Collection[int]]] = (),
     tokens: RequestTokens | None = None,
     slos: Mapping[int, TokenSlo] | None = None,
+    sizes: NDArray[np.int64] | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
     Args:
         scheduler: a fresh one, built for the system to simulate.
         times_ms: arrival times from 0, ascending.
-        model_index: the model of each arrival, an index into `scheduler.system.models`.
+        model_index: the model of each arrival, an index into `scheduler.system.reported`.
         duration_s: length of the schedule; default: the last arrival.
         warmup_s: arrivals before this are served but not counted; default: the first 5 %.
         stop: called every few thousand arrivals with the number of requests lost by each model since the warm-up;
@@ -54,15 +55,17 @@ def simulate(
         losses: (time in ms, places of gpu-lets in the system), ascending: when gpu-lets are lost for good.
         tokens: of each request's prompt and output; needed when models generate.
         slos: of the models that generate, by index.
+        sizes: a row for each request, in the order of its model's size classes; needed when models have these.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
     """
     started = time.perf_counter()
     system = scheduler.system
-    slo_ms = np.array([model.slo_ms for model in system.models], dtype=np.float64)
+    reported = system.reported
+    slo_ms = np.array([model.slo_ms for model in reported], dtype=np.float64)
     planned = len(times_ms) if follows is None else int(np.isfinite(times_ms).sum())
-    _check_schedule(times_ms[:planned], model_index, len(system.models), total=len(times_ms))
+    _check_schedule(times_ms[:planned], model_index, len(reported), total=len(times_ms))
     if duration_s is None:
         duration_s = float(times_ms[planned - 1]) / 1000.0 if planned else 0.0
     warmup_s = WARM_UP * duration_s if warmup_s is None else warmup_s
@@ -74,9 +77,10 @@ def simulate(
         # A request that is lost later than this arrived after the warm-up.
         counted_from_ms=1000.0 * warmup_s + float(slo_ms.max(initial=0.0)),
         tokens=tokens,
+        sizes=sizes,
     )
-    served = system.served | {gpulet.model for gpulet in system.generating}
-    index = [model if model in served else -1 for model in range(len(system.models))]
+    served = system.reported_served
+    index = [model if model in served else -1 for model in range(len(reported))]
     engine.install(scheduler, index, data_ms_by_model)
     is_stopped, lost = False, set[str]()
     engine.replicas.is_ready = lambda name: name not in lost

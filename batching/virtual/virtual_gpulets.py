@@ -45,9 +45,9 @@ class EmulatedGpulets:
     def add(self, system: System, data_ms_by_model: Sequence[float] | None = None) -> None:
         """Send batches to the gpu-lets of this system from now on; `data_ms_by_model`: see `simulate`."""
         network = system.network
-        by_model = data_ms_by_model or [network.data_ms_per_request] * len(system.models)
+        by_model, place = data_ms_by_model or [network.data_ms_per_request] * len(system.reported), system.reported_of
         self.ctrl_ms = network.ctrl_ms
-        self.data_ms = [max(by_model[member] for member in program.members) for program in system.programs]
+        self.data_ms = [max(by_model[place[member]] for member in program.members) for program in system.programs]
         self.first, count = len(self.latency), len(system.gpulets)
         tables = {
             id(hosts): {program: host.latency_ms for program, host in hosts.items()}

@@ -46,6 +46,7 @@ class ControlledLoad:
     deadlines_ms: NDArray[np.float64] | None = None
     follows: Follows | None = None
     tokens: RequestTokens | None = None
+    sizes: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class ControlledCluster:
             network=network,
             seed=seed,
             tokens=load.tokens,
+            sizes=load.sizes,
         )
         self._system.apply(plan)
         self._system.advance(0.0)

@@ -12,8 +12,10 @@ from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.interference.named import interference_models, stand_ins
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.workload import ModelSpec, size_parts
 from tenuto.profiles import Latency, Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT, with_share
+from tenuto.profiles.size_classes import in_order
 
 INTERFERENCE = "contention"  # needs only latencies, so it can judge every plan
 
@@ -95,6 +97,7 @@ class Sharing:
             try:
                 latency = on.cut(share_pct, replica.batch_size)
                 update["latency_rule"] = on.rule(share_pct)
+                update["by_size"] = on.by_size(share_pct, replica.batch_size)
             except MissingProfileError:
                 pass  # only the policy's figures exist
             update["latency"] = latency
@@ -181,6 +184,7 @@ class Sharing:
     def assumptions(self, plan: Plan) -> list[str]:
         """Return which latencies had to be modelled, and how."""
         by_rule: dict[str, set[str]] = {}
+        by_size: dict[str, Replica] = {}
         types = {gpu.id: gpu.type for gpu in plan.gpus}
         crowded = set()
         sliced = unequal = False
@@ -189,6 +193,8 @@ class Sharing:
                 for replica in gpulet.models:
                     if replica.latency_rule != "measured":
                         by_rule.setdefault(replica.latency_rule, set()).add(replica.name)
+                    if replica.by_size:
+                        by_size[replica.name] = replica
             if len(gpulets) > 1:
                 kind, is_free = types.get(gpu_id, ""), any(gpulet.share_pct is None for gpulet in gpulets)
                 if is_free and self._among_equals(gpulets[0].models[0], gpulets, kind) is not None:
@@ -202,6 +208,7 @@ class Sharing:
             for rule in _RULES
             if rule in by_rule
         ]
+        found += [_said_of_sizes(spec, by_size[spec.name]) for spec in plan.models if spec.name in by_size]
         if sliced:
             lines.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
         if unequal:
@@ -210,6 +217,16 @@ class Sharing:
             lines.append(f"slowdown beside neighbours on a share: interference model '{INTERFERENCE}'")
             lines += stand_ins(INTERFERENCE, sorted(crowded))
         return lines
+
+
+def _said_of_sizes(spec: ModelSpec, replica: Replica) -> str:
+    """Return what a plan says of a model whose requests vary in size."""
+    names = tuple(spec.sizes)
+    classes = in_order(tuple(each.sizes[name] for name in names) for each in replica.by_size)
+    larger_pct = round(100.0 * (1.0 - sum(size_parts(spec, names, classes))), 2)  # format: of the requests
+    most = ", ".join(f"{name} {size}" for name, size in zip(names, classes[-1], strict=True))
+    refused = f"; {larger_pct:g} % of the requests are larger, and are refused" if larger_pct else ""
+    return f"{spec.name}: the mean latency over {len(classes)} measured sizes, up to {most}{refused}"
 
 
 def _told(replica: Replica) -> tuple[object, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, field
+from operator import le
 
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Scheduler
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
@@ -145,8 +146,14 @@ class CheckedRun:
 
     def _leave_queue(self, request: int, program: int) -> None:
         assert request in self.queued, f"request {request} left the queue twice, or was never in it"
-        assert self.system.program_of[self.model[request]] == program
+        own = self.system.program_of[self.model[request]]
+        if program != own:  # a size class in a batch that is padded to a larger one
+            assert program in self.system.joint_classes[own].values()
+            assert all(map(le, self.sizes_of(own), self.sizes_of(program))), "padded to less than its size"
         self.queued.discard(request)
+
+    def sizes_of(self, program: int) -> tuple[int, ...]:
+        return self.system.models[self.system.programs[program].members[0]].sizes
 
     def _dispatch(self, decision: Dispatch) -> None:
         gpulet, program, ids = decision.gpulet, decision.program, decision.request_ids

@@ -5,7 +5,7 @@ import pytest
 
 from tenuto.errors import MissingProfileError
 from tenuto.profiles import ModelProfile
-from tenuto.profiles.size_classes import class_of, classes_of, in_order
+from tenuto.profiles.size_classes import class_of, find_classes, in_order
 
 TOKENS = (16, 64, 256)
 
@@ -68,6 +68,6 @@ def test_the_class_of_several_sizes_is_the_smallest_that_covers_all() -> None:
     assert [class_of(classes, sizes) for sizes in ((3, 3), (3, 17), (17, 3), (65, 1), (300, 1))] == [0, 1, 2, 3, None]
     generator = np.random.default_rng(1)
     drawn = generator.integers(1, 300, (200, 2))
-    assert classes_of(classes, drawn).tolist() == [
+    assert find_classes(classes, drawn).tolist() == [
         -1 if (place := class_of(classes, (int(a), int(b)))) is None else place for a, b in drawn
     ]

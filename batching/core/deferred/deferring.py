@@ -26,8 +26,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tenuto.batching.core.by_deadline import DeadlineScheduler
+from tenuto.batching.core.deferred.allowance import Allowance
 from tenuto.batching.core.deferred.cut import Cutter
 from tenuto.batching.core.deferred.due import Holding
+from tenuto.batching.core.deferred.joining import find_joint_batch
 from tenuto.batching.core.deferred.keeping_free import kept_until
 from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
 from tenuto.batching.core.deferred.looking import look_at
@@ -97,6 +99,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
             for program, offered in enumerate(system.offered)
         ]
         super().__init__(system, options, gpulets, queues)
+        self._join_classes(system)
         self.looked = 0
         self._first_hold = self._hold_by_room()
         self._holding = Holding(self._gpulets, self._first_hold, chosen.defend, chosen.save_above)
@@ -113,6 +116,21 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
             for program, gpulet, factor in known.factors:
                 self.update_latency(program, gpulet, factor)
         self._load.adopt_all(self._response_ms)
+
+    def _join_classes(self, system: System) -> None:
+        """Let the size classes of a model know each other. They keep to the rate of the model together."""
+        queue_of = self._queue_of
+        for classes in system.classes_of:
+            first = queue_of[classes[0]]
+            if len(classes) > 1:
+                rates = [system.models[model].rate_rps for model in classes]
+                known = [rate for rate in rates if rate is not None]
+                allowance = Allowance(sum(known) if known else None)
+                for model in classes:
+                    queue_of[model].allowance, queue_of[model].loss = allowance, first.loss
+        for program, joint in system.joint_classes.items():
+            queues = self._queues
+            queues[program].siblings = [(queues[other], queues[both]) for other, both in joint.items()]
 
     def _is_roomy(self) -> bool:
         """Whether held batches seldom wait for the same gpu-let. That is so in a pool with one program, and in a pool
@@ -344,8 +362,25 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
             queue.loss.serve(size)
         if allowance.is_limited:
             allowance.serve(size)
-        self._send(queue, pool, skip, size, now)
+        if queue.siblings and not allowance.exceeds:
+            self._send_with_others(queue, pool, skip, size, now)
+        else:
+            self._send(queue, pool, skip, size, now)
         return True
+
+    def _send_with_others(self, queue: WaitingQueue, pool: WaitingPool, skip: int, size: int, now: float) -> None:
+        """Send a batch of a size class with the requests of other classes that join it."""
+        joint = find_joint_batch(queue, pool, skip, size, self._gpulets, now)
+        ids, program = queue.remove(skip, skip + size), queue.program
+        if joint is not None:
+            program = joint.target.program
+            for other, first, count in joint.parts:
+                ids += other.remove(first, first + count)
+                if self._evens_out:
+                    other.loss.serve(count)
+                if other.allowance.is_limited:
+                    other.allowance.serve(count)
+        self._send_ids(program, pool, ids, now)
 
     # For an observer --------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,7 @@ class WaitingQueue(Queue[WaitingPool]):
         "provided_rps",
         "rate",
         "seen",
+        "siblings",
         "watch",
         "worth",
     )
@@ -140,6 +141,8 @@ class WaitingQueue(Queue[WaitingPool]):
         self.watch = Watch([self])
         self.oldest = INF  # when the first of the requests arrived
         self.newest = -INF  # when the last request arrived
+        # Of a size class: the other classes of its model, smallest first, each with the smallest one that covers both.
+        self.siblings: list[tuple[WaitingQueue, WaitingQueue]] = []
         self.order = 0  # when it began to wait
         self.seen = 0  # the number of the last search that found it
         self.is_weighed = False  # a timer will look whether its requests have stopped

@@ -174,3 +174,79 @@ def test_an_unserveable_slo_is_reported_not_simulated(tmp_path: Path, capsys: py
     code, _, err = run(["simulate", str(file), "--gpus", "v100:2"], capsys)
     assert code == 2
     assert "unserveable" in err
+
+
+SIZED = {
+    "gpulets": [
+        {
+            "id": f"n0/0/{place}",
+            "gpu": "n0/0",
+            "share_pct": 50,
+            "models": [
+                {
+                    "name": "a",
+                    "batch_size": 2,
+                    "latency": {"points": {1: 3.0, 2: 5.0}},
+                    "by_size": [
+                        {"sizes": {"tokens": n}, "latency": {"points": {1: n / 8, most: n / 4}}} for n, most in classes
+                    ],
+                },
+                {"name": "b", "batch_size": 2, "latency": {"points": {1: 4.0, 2: 6.0}}},
+            ],
+        }
+        for place, classes in (("a", [(16, 8), (64, 2)]), ("b", [(32, 4)]))
+    ],
+    "models": [
+        {"name": "a", "rate_rps": 300, "slo_ms": 40, "sizes": {"tokens": {"quantiles": {0: 1, 50: 16.5, 100: 80}}}},
+        {"name": "b", "rate_rps": 50, "slo_ms": 30},
+    ],
+    "unserved": [],
+}
+
+
+def test_a_model_whose_requests_vary_has_a_scheduled_program_for_each_size() -> None:
+    plan = Plan.from_data(PLAN | SIZED)
+    assert Plan.from_data(plan.to_data()) == plan
+    assert "by_size" not in plan.to_data()["gpulets"][0]["models"][1]
+    system = from_plan(plan)
+    assert [(model.name, model.sizes) for model in system.models] == [
+        ("a", (16,)),
+        ("a", (32,)),
+        ("a", (64,)),
+        ("b", ()),
+    ]
+    assert [program.name for program in system.programs] == ["a", "a", "a", "b"]
+    assert [model.name for model in system.reported] == ["a", "b"]
+    assert system.classes_of == ((0, 1, 2), (3,))
+    rates = [model.rate_rps for model in system.models]
+    assert rates[0] == pytest.approx(150.0)
+    assert sum(rate or 0.0 for rate in rates[:3]) == pytest.approx(300.0 * (0.5 + 0.5 * (64.5 - 16.5) / (80 - 16.5)))
+    first, second = (gpulet.hosts for gpulet in system.gpulets)
+    # A batch of 32 tokens runs padded to 64 where 32 was not measured, and not at all where nothing covers it.
+    assert first[1] == first[2]
+    assert (len(first[0].latency_ms), first[2].latency_ms, sorted(second)) == (9, (0.0, 8.0, 16.0), [0, 1, 3])
+    assert [system.place_of(0, (tokens,)) for tokens in (1, 17, 64, 65)] == [0, 1, 2, -1]
+    assert system.joint_classes[0] == {1: 1, 2: 2}
+    assert system.place_of(1, ()) == 3
+
+
+def test_a_workload_with_sizes_is_simulated_and_reported_by_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = [
+        {"batch_size": b, "sizes": {"tokens": n}, "latency_ms": 1.0 + 0.05 * n * b} for n in (16, 64) for b in (1, 4)
+    ]
+    profile = {"name": "p", "gpu_type": "v100", "source": "made up", "models": {"a": {"points": points}}}
+    (tmp_path / "p.yaml").write_text(json.dumps(profile))
+    sizes = "{tokens: {lognormal: {median: 20, sigma: 0.8}}}"
+    (tmp_path / "w.yaml").write_text(f"models: [{{name: a, rate_rps: 100, slo_ms: 40, sizes: {sizes}}}]")
+    files = ["--gpus", "v100:1", "--profiles", str(tmp_path / "p.yaml")]
+    code, out, _ = run(["plan", str(tmp_path / "w.yaml"), *files, "-o", str(tmp_path / "plan.yaml")], capsys)
+    assert code == 0
+    assert "a: the mean latency over 2 measured sizes, up to tokens 64; 7.16 % of the requests are larger" in out
+    for what in (["simulate", str(tmp_path / "plan.yaml")], ["simulate", str(tmp_path / "w.yaml"), *files]):
+        code, out, _ = run([*what, "--duration-s", "20", "--json"], capsys)
+        counts = json.loads(out)["models"]["a"]
+        assert (code, counts["failed"], counts["offered"] > 1500) == (0, 0, True)
+        assert counts["rejected"] == pytest.approx(0.0716 * counts["offered"], rel=0.2)
+        assert counts["ok"] > 0.99 * (counts["offered"] - counts["rejected"])
