@@ -66,6 +66,12 @@ class Replica(StrictModel):
         return cls(name=name, batch_size=batch_size, rate_rps=round(rate_rps, 6), latency_ms=round(latency_ms, 6))
 
     @property
+    def largest_batch(self) -> int:
+        """The largest batch that will run of any size of requests."""
+        tables = (each.latency for each in self.by_size)
+        return max([self.batch_size, *(table.largest for table in tables if isinstance(table, LatencyTable))])
+
+    @property
     def planned_rps(self) -> float:
         """The rate that is planned; 1 where the plan tells none, as all count alike then."""
         return 1.0 if self.rate_rps is None else self.rate_rps

@@ -55,6 +55,7 @@ class Rule(StrEnum):
     FIRST_TOKEN = "time to first token"
     FURTHER_TOKENS = "time per further token"
     LENGTH = "its number of tokens"
+    SIZE = "larger than any size it is profiled at"
     LOST = "its process ended or hung"
     RAISED = "its model raised an error"
     NONE = ""  # the request failed, or was late without two bounds

@@ -70,7 +70,7 @@ class Dispatcher:
         self._ids = itertools.count()
         self.way = way or WayMeter()
         self.accounts = Counters()
-        self._requests = OpenRequests(self.accounts, lambda: self._core.time.clock_ms)
+        self._requests = OpenRequests(self.accounts, lambda: self._core.time.clock_ms, self.signature)
         self._core = DrivenScheduler(clock, self.way, compute, self._requests.give_up, self._send)
         self._batches = SentBatches(
             self._core,
@@ -171,7 +171,8 @@ class Dispatcher:
             KeyError: the plan has no such model.
         """
         core, requests = self._core, self._requests
-        served = requests.models[model]
+        found = requests.find(model, sizes)
+        served = requests.models[model] if found is None else found
         now = core.time.now_ms
         arrived = now if arrived_ms is None else arrived_ms
         deadline = arrived + (served.slo_ms if slo_ms is None else slo_ms)
@@ -190,6 +191,9 @@ class Dispatcher:
         )
         self.accounts.submitted(request)
         requests.add(request)
+        if found is None:
+            requests.refuse_larger(request)
+            return request
         waiting = core.scheduler.queued(served.program)
         if waiting >= self._max_queued:
             requests.reject(request, Rule.FULL, f"{self._max_queued} requests of '{model}' are waiting")

@@ -13,14 +13,16 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.wire.answers import Executed, Loop, Refused
 from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.size_classes import Sizes, class_of
 
 _TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
 
 
 @dataclass(slots=True)
 class AskedModel:
-    """A model that can be asked for: its index and its program's index in the core, its SLO, the planned latency of a
-    request alone, and its largest planned batch."""
+    """A model that can be asked for, or one size class of it: its index and its program's index in the core, its SLO,
+    the planned latency of a request alone, and its largest planned batch."""
 
     index: int
     program: int
@@ -33,11 +35,17 @@ class AskedModel:
 class OpenRequests:
     """Who is in here is told how the request ends, and leaves."""
 
-    def __init__(self, accounts: Counters, clock_ms: Callable[[], float]) -> None:
-        """Count in `accounts` what ends, at times of the clock."""
-        self._accounts, self._clock_ms = accounts, clock_ms
+    def __init__(
+        self,
+        accounts: Counters,
+        clock_ms: Callable[[], float],
+        signature: Callable[[str], ModelSignature | None] = lambda _model: None,
+    ) -> None:
+        """Count in `accounts` what ends, at times of the clock. `signature`: of a model, once it is known."""
+        self._accounts, self._clock_ms, self._signature = accounts, clock_ms, signature
         self._open: dict[int, Request] = {}
-        self.models: dict[str, AskedModel] = {}
+        self.models: dict[str, AskedModel] = {}  # of one with size classes the largest
+        self._by_size: dict[str, tuple[tuple[str, ...], dict[Sizes, AskedModel]]] = {}  # with the names of the sizes
 
     def follow(self, plan: Plan, system: System) -> None:
         """Let the models of this plan be asked for. What waits for others is refused."""
@@ -45,17 +53,47 @@ class OpenRequests:
         sizes: dict[str, int] = {}
         for planned in (program for gpulet in plan.gpulets for program in gpulet.programs):
             sizes |= {name: max(planned.batch_size, sizes.get(name, 1)) for name in planned.models}
-        self.models = {}
-        for index, (spec, program) in enumerate(zip(plan.models, system.program_of, strict=True)):
+        self.models, self._by_size = {}, {}
+        for spec, classes in zip(plan.models, system.classes_of, strict=True):
             counters = self._accounts.counters[spec.name]
             counters.follow(spec)
             size = sizes.get(spec.name, 1)
-            self.models[spec.name] = AskedModel(index, program, spec.slo_ms, alone_ms[index], size, counters)
+            by_size = {
+                system.models[index].sizes: AskedModel(
+                    index, system.program_of[index], spec.slo_ms, alone_ms[index], size, counters
+                )
+                for index in classes
+            }
+            self.models[spec.name] = by_size[system.models[classes[-1]].sizes]
+            if len(by_size) > 1:
+                self._by_size[spec.name] = tuple(spec.sizes), by_size
         for request in list(self._open.values()):
             if request.name in self.models:
-                request.model = self.models[request.name].index
+                served = self.find(request.name, request.sizes)
+                if served is not None:
+                    request.model = served.index
+                elif request.is_waiting:
+                    self.refuse_larger(request)
             elif request.is_waiting:
                 self.refuse_removed(request)
+
+    def find(self, model: str, sizes: tuple[int, ...]) -> AskedModel | None:
+        """Return a model, or its size class for a request of these sizes, in the order of the model's signature; None:
+        the request is larger than every class.
+
+        Raises:
+            KeyError: the plan has no such model.
+        """
+        if model not in self._by_size or not sizes:
+            return self.models[model]
+        names, by_size = self._by_size[model]
+        signature = self._signature(model)
+        named = dict(zip(names if signature is None else signature.sizes, sizes, strict=False))
+        if not named.keys() >= {*names}:
+            return self.models[model]  # its network has other sizes than its profile
+        classes = tuple(by_size)
+        place = class_of(classes, tuple(named[name] for name in names))
+        return None if place is None else by_size[classes[place]]
 
     def add(self, request: Request) -> None:
         """Keep a request until it has its answer."""
@@ -108,6 +146,14 @@ class OpenRequests:
         """Refuse a request because too many others of its model wait."""
         wait_s = max(0.1, self.models[request.name].slo_ms / 1000.0)  # pace: at least so long until a client asks again
         self.refuse(request, Refused(Outcome.REJECTED, f"{reason}; retry in {wait_s:g} s", wait_s, rule=rule))
+
+    def refuse_larger(self, request: Request) -> None:
+        """Refuse a request that is larger than every size class of its model."""
+        reason = (
+            f"'{request.name}' is not profiled for requests of this size ({', '.join(map(str, request.sizes))}); "
+            "profile it with larger --sizes and plan it again"
+        )
+        self.refuse(request, Refused(Outcome.REJECTED, reason, rule=Rule.SIZE))
 
     def refuse_removed(self, request: Request) -> None:
         """Refuse a request whose model the plan no longer has."""

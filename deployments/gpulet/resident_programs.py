@@ -15,6 +15,7 @@ from tenuto.deployments.gpulet.preparing_process import prepare_elsewhere
 from tenuto.deployments.serve.user_config import GeneratesEntry, ProgramEntry
 from tenuto.deployments.wire.status import GpuletMode
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
+from tenuto.profiles import LatencyTable
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.hooks import try_hooks
 from tenuto.profiles.networks.inputs import Arrays, as_blocks
@@ -174,7 +175,11 @@ class ResidentPrograms:
             return entry.generates.longest_step_ms * entry.slowdown / 1000.0
         if entry is None or entry.latency is None:
             return 0.0
-        return entry.latency.at(entry.batch_size) * entry.slowdown / 1000.0
+        if not entry.by_size:
+            return entry.latency.at(entry.batch_size) * entry.slowdown / 1000.0
+        tables = [each.latency for each in entry.by_size]
+        longest_ms = max(t.at(t.largest if isinstance(t, LatencyTable) else entry.batch_size) for t in tables)
+        return longest_ms * entry.slowdown / 1000.0
 
     def signatures(self) -> dict[str, ModelSignature]:
         """Return the signature of every model."""

@@ -419,9 +419,10 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
     first = None if program.is_joint else program.members[0]
     return ProgramEntry(
         name=program.name,
-        batch_size=program.batch_size,
+        batch_size=program.batch_size if first is None else first.largest_batch,
         members=members,
         latency=program.latency,
+        by_size=() if first is None else first.by_size,
         slowdown=program.slowdown,
         weights_mib=program.weights_mib,
         copy_in_ms=None if first is None else first.copy_in_ms,

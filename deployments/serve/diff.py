@@ -131,6 +131,7 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
             "weights": spec.weights_path,
             "options": spec.options,
             "latency": replica.latency,
+            "latency by size": replica.by_size,
             "slowdown": replica.slowdown,
             "copies": (replica.copy_in_ms, replica.copy_out_ms),
         }

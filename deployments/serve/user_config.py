@@ -21,6 +21,7 @@ from tenuto.outcome import ATTAINED
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Placed
 from tenuto.placement.plan import PlanField
+from tenuto.placement.program import SizedLatency
 from tenuto.profiles.generation import BLOCK_TOKENS, StepCost, pairs_of
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.networks.catalogue import GenerationLimits
@@ -130,13 +131,14 @@ class ProgramEntry(StrictModel):
 
     `latency` is l(b) of the program on this share without neighbours; `slowdown` (>= 1) is the factor by neighbours.
     `copy_in_ms` and `copy_out_ms` are ms per request. An emulated GPU takes its times from these. `weights_mib` is the
-    size of the profiled weights, if it is known.
+    size of the profiled weights, if it is known. `by_size`: as in `Replica`.
     """
 
     name: str
     batch_size: Annotated[int, Field(ge=1)]
     members: Annotated[tuple[MemberEntry, ...], Field(min_length=1)]
     latency: LatencyField | None = None
+    by_size: tuple[SizedLatency, ...] = ()
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     weights_mib: float | None = None
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None

@@ -23,22 +23,27 @@ from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
 from tenuto.files import parse_json, read_text
+from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.encoder_files import is_encoder, read_encoder
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks, row_sizes
 from tenuto.profiles.networks.model_options import ModelOptions
+from tenuto.profiles.size_classes import Sizes, class_of, in_order
 
 _ANY_TOKEN = 2**31  # format: what takes no token as a number takes any
 
 
 class _Emulated(NamedTuple):
-    """A loaded program: planned l(b) by batch size, and how long a request's copies in and out take."""
+    """A loaded program: planned l(b) by batch size, and how long a request's copies in and out take. `by_size` has l(b)
+    of each size class, smallest first, by the names of the sizes."""
 
     latency_ms: list[float]
     copy_ms: tuple[float, float]
     signatures: dict[str, ModelSignature]
+    by_size: dict[Sizes, list[float]]
+    size_names: tuple[str, ...]
 
 
 class EmulatedExecutor:
@@ -65,9 +70,13 @@ class EmulatedExecutor:
             raise InvalidInputError(
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
             )
-        table = [0.0, *(program.latency.at(size) * program.slowdown for size in batch_sizes)]
         signatures = {member.name: _signature(member) for member in program.members}
-        self._loaded[program.name] = _Emulated(table, _copy_times_ms(program, table), signatures)
+        tables = {tuple(each.sizes.values()): _table(program, each.latency, batch_sizes) for each in program.by_size}
+        names = tuple(program.by_size[0].sizes) if program.by_size else ()
+        by_size = {sizes: tables[sizes] for sizes in in_order(tables)}
+        table = _table(program, program.latency, batch_sizes)
+        copies = _copy_times_ms(program, table)
+        self._loaded[program.name] = _Emulated(table, copies, signatures, by_size, names)
 
     def _load_generating(self, program: ProgramEntry, generates: GeneratesEntry) -> None:
         self.retime(program)
@@ -79,7 +88,7 @@ class EmulatedExecutor:
         made = self._generators[program.name] = EmulatedGenerator(generates.blocks, generates.block_tokens, step_ms)
         limits = generates.limits(None, _ANY_TOKEN, made.refuses)
         signature = ModelSignature("tensor", (), (), platform="emulated", generates=limits)
-        self._loaded[program.name] = _Emulated([], (0.0, 0.0), {program.name: signature})
+        self._loaded[program.name] = _Emulated([], (0.0, 0.0), {program.name: signature}, {}, ())
 
     def retime(self, program: ProgramEntry) -> None:
         """Take new step costs of a program that generates, from its next step on.
@@ -115,8 +124,9 @@ class EmulatedExecutor:
     ) -> tuple[dict[str, list[Arrays]], float]:
         """Wait l(batch) ms; return zeros, and the time that passed in ms."""
         started = time.perf_counter()
-        wait_until(started + self.latency_ms(program, sum(rows.values())) / 1000.0)
-        outputs = {name: self.zeros(name, self.sizes(name, inputs, count)) for name, count in rows.items() if count}
+        sizes = {name: self.sizes(name, inputs, count) for name, count in rows.items() if count}
+        wait_until(started + self.latency_ms(program, [each for mine in sizes.values() for each in mine]) / 1000.0)
+        outputs = {name: self.zeros(name, mine) for name, mine in sizes.items()}
         return outputs, (time.perf_counter() - started) * 1000.0
 
     def sizes(self, model: str, inputs: Mapping[str, Blocks], rows: int) -> list[tuple[int, ...]]:
@@ -139,9 +149,18 @@ class EmulatedExecutor:
         """Return `emulated` for every program."""
         return dict.fromkeys(self._loaded, "emulated")
 
-    def latency_ms(self, program: str, batch_size: int) -> float:
-        """Return the latency of a batch in ms, with copies and the slowdown by neighbours."""
-        return self._factor(program) * self._loaded[program].latency_ms[batch_size]
+    def latency_ms(self, program: str, sizes: Sequence[tuple[int, ...]]) -> float:
+        """Return the latency in ms of a batch of rows of these sizes, with copies and the slowdown by neighbours. It is
+        padded to the smallest size class that covers all rows, or to the largest class where none does."""
+        loaded = self._loaded[program]
+        table = loaded.latency_ms
+        if loaded.by_size and sizes:
+            largest = map(max, *sizes, sizes[0])
+            named = dict(zip(loaded.signatures[program].sizes, largest, strict=True))
+            classes = tuple(loaded.by_size)
+            place = class_of(classes, tuple(named.get(name, 1) for name in loaded.size_names))
+            table = loaded.by_size[classes[-1 if place is None else place]]
+        return self._factor(program) * table[min(len(sizes), len(table) - 1)]
 
     def _factor(self, program: str) -> float:
         """Return the unexpected slowness that is emulated."""
@@ -166,6 +185,12 @@ class EmulatedExecutor:
         """Forget all programs."""
         self._loaded.clear()
         self._generators.clear()
+
+
+def _table(program: ProgramEntry, latency: Latency, batch_sizes: Sequence[int]) -> list[float]:
+    """Return l(0..b) with the slowdown by neighbours, up to what is known."""
+    largest = latency.largest if isinstance(latency, LatencyTable) else max(batch_sizes)
+    return [0.0, *(latency.at(size) * program.slowdown for size in batch_sizes if size <= largest)]
 
 
 def _zeros(tensor: TensorSignature, rows: int) -> np.ndarray[Any, Any]:

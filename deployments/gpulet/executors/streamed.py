@@ -116,7 +116,7 @@ class EmulatedStreaming:
     def launch(self, staged: _EmulatedBatch) -> None:
         """Execute after the batch before, and copy out after that batch's copy."""
         copy_in_ms, copy_out_ms = self._executor.copies_ms(staged.name, staged.size)
-        execution_ms = self._executor.latency_ms(staged.name, staged.size) - copy_in_ms - copy_out_ms
+        execution_ms = self._executor.latency_ms(staged.name, staged.sizes) - copy_in_ms - copy_out_ms
         staged.begun_at_s = max(staged.ready_at_s, self._free_s)
         staged.ended_at_s = self._free_s = staged.begun_at_s + execution_ms / 1000.0
         staged.back_at_s = self._out_free_s = max(staged.ended_at_s, self._out_free_s) + copy_out_ms / 1000.0

@@ -65,9 +65,9 @@ def test_an_emulated_gpu_can_turn_out_slower_than_planned(tmp_path: Path, monkey
     factors.write_text("{}")
     monkeypatch.setenv("TENUTO_EMULATED_SLOWER", str(factors))
     executor = emulated()
-    assert executor.latency_ms("m", 4) == 10.0
+    assert executor.latency_ms("m", [()] * 4) == 10.0
     factors.write_text('{"m": 1.2}')
-    assert executor.latency_ms("m", 4) == pytest.approx(12.0)
+    assert executor.latency_ms("m", [()] * 4) == pytest.approx(12.0)
 
 
 def test_tensors_that_are_described_by_halves_say_what_is_missing() -> None:

@@ -1,0 +1,104 @@
+"""Live requests of different sizes: which size class of the scheduler each is given to."""
+
+from __future__ import annotations
+
+from tenuto.batching.core.build import from_plan
+from tenuto.deployments.dispatch.counters import Counters
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.open_requests import OpenRequests
+from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.outcome import Outcome, Rule
+from tenuto.placement import Plan
+from tenuto.placement.program import SizedLatency
+from tenuto.profiles import LatencyTable
+from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, TensorSignature
+
+RANGES = {"width": SizeRange(64), "height": SizeRange(64)}
+SIGNATURE = ModelSignature(
+    "tensor",
+    (TensorSignature("x", "float32", ("height", "width"), pad=0.0),),
+    (TensorSignature("y", "float32", (2,)),),
+    platform="fake",
+    sizes=RANGES,
+)
+BY_SIZE = [
+    {"sizes": {"height": h, "width": w}, "latency": {"points": {1: h * w / 64, 2: h * w / 40}}}
+    for h, w in ((8, 8), (8, 32), (32, 32))
+]
+PLAN = Plan.from_data(
+    {
+        "schema": 1,
+        "policy": {"name": "test"},
+        "gpus": [{"id": "g", "type": "v100"}],
+        "gpulets": [
+            {
+                "id": "a",
+                "gpu": "g",
+                "models": [
+                    {"name": "f", "batch_size": 1, "latency": {"points": {1: 1.0}}},
+                    {"name": "m", "batch_size": 2, "latency": {"points": {1: 8.0, 2: 12.0}}, "by_size": BY_SIZE},
+                ],
+            }
+        ],
+        "models": [
+            {"name": "f", "rate_rps": 1, "slo_ms": 100},
+            {"name": "m", "rate_rps": 1, "slo_ms": 100, "sizes": {"height": 8, "width": 20}},
+        ],
+    }
+)
+
+
+class _Asker:
+    def __init__(self) -> None:
+        self.refusals: list[Refused] = []
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None: ...
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        self.refusals.append(refused)
+
+
+def test_a_request_is_given_to_the_smallest_class_that_covers_it() -> None:
+    """The plan names height first, and the network's signature width."""
+    requests = OpenRequests(Counters(), lambda: 0.0, lambda _model: SIGNATURE)
+    system = from_plan(PLAN)
+    requests.follow(PLAN, system)
+    found = {sizes: requests.find("m", sizes) for sizes in ((8, 8), (32, 8), (9, 9), (64, 1))}
+    assert [None if each is None else system.models[each.index].sizes for each in found.values()] == [
+        (8, 8),
+        (8, 32),
+        (32, 32),
+        None,
+    ]
+    assert [each.alone_ms for each in found.values() if each is not None] == [1.0, 4.0, 16.0]
+    assert requests.find("f", ()) is requests.models["f"]
+    assert requests.models["m"].index == 3
+
+
+def test_a_request_that_no_class_of_a_new_plan_covers_is_refused() -> None:
+    requests, asker = OpenRequests(Counters(), lambda: 0.0, lambda _model: SIGNATURE), _Asker()
+    requests.follow(PLAN, from_plan(PLAN))
+    waiting = Request(1, "m", 0, 0.0, 100.0, 0.0, "", asker, sizes=(64, 1))
+    requests.add(waiting)
+    requests.follow(PLAN, from_plan(PLAN))
+    (refused,) = asker.refusals
+    assert (refused.outcome, refused.rule) == (Outcome.REJECTED, Rule.SIZE)
+    assert "profile it with larger --sizes" in refused.reason
+    assert not requests.is_open(waiting)
+
+
+def test_an_emulated_batch_takes_what_its_padded_sizes_take() -> None:
+    executor = EmulatedExecutor("v100")
+    described = {
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["height", "width"], "pad": 0.0}],
+        "outputs": [{"name": "y", "dtype": "float32", "shape": [2]}],
+        "sizes": {"width": {"most": 64}, "height": {"most": 64}},
+    }
+    by_size = tuple(SizedLatency.model_validate(each) for each in BY_SIZE)
+    member = MemberEntry(name="m", source="a.b:c", options=described)
+    mean = LatencyTable(points={1: 8.0, 2: 12.0})
+    executor.load(ProgramEntry(name="m", batch_size=2, members=(member,), latency=mean, by_size=by_size), range(1, 3))
+    sizes = [[(8, 8)], [(8, 8), (32, 1)], [(1, 9), (1, 1)], [(64, 64)]]
+    assert [executor.latency_ms("m", each) for each in sizes] == [1.0, 6.4, 25.6, 16.0]
