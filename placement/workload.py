@@ -370,7 +370,8 @@ def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generat
 
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
     """Return the profile of a workload's model on a GPU type: its inline latency, or else its row of the profile files.
-    Of a model whose requests vary in size it has the mean over the sizes that come.
+    Of a model whose requests vary in size it has the mean over the sizes that come, or the largest size where the
+    workload says none.
 
     Raises:
         InvalidInputError: neither exists (the message lists the known rows), or the sizes that come are not measured.
@@ -382,13 +383,16 @@ def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfi
 
 
 def profile_by_size(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
-    """Return the same profile with the points of all sizes, if it was measured by size; raises as `profile_of`."""
+    """Return the same profile with the points of all sizes, if it was measured by size and the workload says which
+    come; else with those of the largest size, to which all requests are padded. Raises as `profile_of`."""
     if isinstance(spec.latency, LinearLatency):
         return ModelProfile(line=spec.latency)
     if isinstance(spec.latency, LatencyTable):
         points = [{"batch_size": size, "latency_ms": latency} for size, latency in spec.latency.points.items()]
         return ModelProfile.model_validate({"points": points})
     profile = profiles.get(spec.profile_row, gpu_type)
+    if profile.size_names and not spec.sizes:
+        return profile.by_class[profile.size_classes[-1]]
     if spec.sizes.keys() != {*profile.size_names}:
         known = ", ".join(profile.size_names)
         rule = f"its profile on {gpu_type} was measured {f'by {known}' if known else 'for one size of requests only'}"

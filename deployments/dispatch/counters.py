@@ -111,7 +111,7 @@ class Counters:
         if request.samples is None or request.samples.end_all():
             self._refused(request.name, request.arrived_ms, refused, now_ms)
         self.ended.add_refused(
-            request.client_id, request.name, request.arrived_ms, request.deadline_ms, refused, now_ms
+            request.client_id, request.name, request.arrived_ms, request.deadline_ms, refused, now_ms, request.sizes
         )
 
     def submitted(self, request: Request) -> None:

@@ -20,8 +20,8 @@ from tenuto.outcome import Rule
 
 _KEPT = 4096  # limit: requests that the log shows
 # The end (wall clock, s), id, model, arrival, end and deadline (ms), and the times or the refusal. The request itself,
-# its inputs and its outputs are not kept.
-_Ended = tuple[float, str, str, float, float, float, "_Times | Refused | tuple[str, Tokens, Rule]"]
+# its inputs and its outputs are not kept; its sizes are.
+_Ended = tuple[float, str, str, float, float, float, tuple[int, ...], "_Times | Refused | tuple[str, Tokens, Rule]"]
 _Times = tuple[str, int, float, float, float, float]
 _times_of = attrgetter("gpulet", "batch_size", "sent_ms", "started_ms", "execution_ms", "planned_ms")
 
@@ -36,20 +36,27 @@ class RequestLog:
         """Keep the requests of a batch that are answered now."""
         times, now_s = _times_of(executed), time.time()
         self._ended.extend(
-            [(now_s, r.client_id, r.name, r.arrived_ms, ended_ms, r.deadline_ms, times) for r in requests]
+            [(now_s, r.client_id, r.name, r.arrived_ms, ended_ms, r.deadline_ms, r.sizes, times) for r in requests]
         )
 
     def add_refused(
-        self, client_id: str, model: str, arrived_ms: float, deadline_ms: float, refused: Refused, ended_ms: float
+        self,
+        client_id: str,
+        model: str,
+        arrived_ms: float,
+        deadline_ms: float,
+        refused: Refused,
+        ended_ms: float,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         """Keep a request that is refused now."""
-        self._ended.append((time.time(), client_id, model, arrived_ms, ended_ms, deadline_ms, refused))
+        self._ended.append((time.time(), client_id, model, arrived_ms, ended_ms, deadline_ms, sizes, refused))
 
     def add_generated(self, generation: OpenGeneration, ended_ms: float) -> None:
         """Keep a generation that ended by itself."""
         g = generation
         tokens = Tokens(len(g.prompt), g.tokens, g.first_ms - g.arrived_ms, g.measured_tpot_ms)
-        ended = g.arrived_ms, ended_ms, g.first_by_ms, (g.gpulet, tokens, g.missed)
+        ended = g.arrived_ms, ended_ms, g.first_by_ms, (), (g.gpulet, tokens, g.missed)
         self._ended.append((time.time(), g.client_id, g.name, *ended))
 
     def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:
@@ -60,10 +67,11 @@ class RequestLog:
 
 
 def _record(ended: _Ended) -> EndedRequest:
-    ended_at_s, request_id, model, arrived_ms, ended_ms, deadline_ms, what = ended
+    ended_at_s, request_id, model, arrived_ms, ended_ms, deadline_ms, sizes, what = ended
     lasted_ms = ended_ms - arrived_ms
     received_at_s = ended_at_s - lasted_ms / 1000.0
-    record = partial(EndedRequest, id=request_id, model=model, received_at_s=received_at_s, answered_ms=lasted_ms)
+    when = partial(EndedRequest, received_at_s=received_at_s, answered_ms=lasted_ms)
+    record = partial(when, id=request_id, model=model, sizes=sizes or None)
     if isinstance(what, Refused):
         return record(
             outcome=what.outcome.word,

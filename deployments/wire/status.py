@@ -245,10 +245,11 @@ class Tokens(msgspec.Struct, frozen=True):
 class EndedRequest(_Told, frozen=True, kw_only=True):
     """A request that ended. Times are ms after `received_at_s`; a time that no clock of this node tells is None. When
     the request was refused or late, `rule` says what refused it, and `loop` which loop could have saved it, if one
-    could."""
+    could. `sizes`: of a model whose requests vary, in the order of its signature."""
 
     id: str
     model: str
+    sizes: tuple[int, ...] | None = None
     outcome: str
     gpulet: str | None = None
     batch_size: int = 0

@@ -208,7 +208,7 @@ class Sharing:
             for rule in _RULES
             if rule in by_rule
         ]
-        found += [_said_of_sizes(spec, by_size[spec.name]) for spec in plan.models if spec.name in by_size]
+        lines += [_said_of_sizes(spec, by_size[spec.name]) for spec in plan.models if spec.name in by_size]
         if sliced:
             lines.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
         if unequal:

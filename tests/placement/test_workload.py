@@ -203,6 +203,8 @@ def test_a_model_whose_requests_vary_costs_the_mean_over_the_sizes_that_come() -
     assert profile_of(spec, "cpu", profiles).latency_ms(2) == pytest.approx(0.5 * 21.0 + 0.5 * 201.0)
     assert profile_by_size(spec, "cpu", profiles).size_classes == ((10,), (100,))
     assert size_parts(spec, ("tokens",), ((10,),)) == pytest.approx((0.5,))
+    largest = profile_of(ModelSpec(name="encoder", rate_rps=1, slo_ms=9), "cpu", profiles)
+    assert (largest.size_names, largest.latency_ms(2)) == ((), 201.0)  # all requests are padded to it
     longer = spec.model_copy(update={"sizes": {"tokens": Lengths(tokens=500)}})
     with pytest.raises(MissingProfileError, match="no batch size was measured at all sizes that come"):
         profile_of(longer, "cpu", profiles)
@@ -212,8 +214,7 @@ def test_sizes_and_the_profile_name_the_same() -> None:
     profiles = by_tokens(10)
     tokens = {"tokens": Lengths(tokens=5)}
     for name, sizes, said in (
-        ("encoder", {}, "was measured by tokens. Give tokens: … in `sizes`"),
-        ("encoder", {"words": Lengths(tokens=5)}, "was measured by tokens"),
+        ("encoder", {"words": Lengths(tokens=5)}, "was measured by tokens. Give tokens: … in `sizes`"),
         ("fixed", tokens, "was measured for one size of requests only. Leave `sizes` away"),
     ):
         with pytest.raises(InvalidInputError) as error:
