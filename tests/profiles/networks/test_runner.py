@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.networks.catalogue import ImageInput, LoadedModel, ModelSignature, TensorSignature, image_signature
+from tenuto.profiles.networks.catalogue import (
+    ImageInput,
+    LoadedModel,
+    ModelSignature,
+    SizeRange,
+    TensorSignature,
+    image_signature,
+)
 from tenuto.profiles.networks.device import cuda_streams
 from tenuto.profiles.networks.inputs import Arrays, as_blocks, sends_pixels
 from tenuto.profiles.networks.model_options import RunOptions
@@ -423,3 +430,40 @@ def test_on_a_gpu_pixels_give_what_normalised_pictures_give() -> None:
     expected = runner.run({"image": normalised(given, loaded.signature.image)}, 4)["logits"]
     found = runner.run({"image": given}, 4)["logits"]
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-2 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("pad", [None, 0.0])
+@pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
+def test_batches_of_several_sizes_overlap_on_a_device_and_get_their_own_results(
+    cuda: FakeCuda, capability: tuple[int, int], pad: float | None
+) -> None:
+    """The defaults of newer GPUs, CUDA graphs among them, are off for these."""
+    cuda.capability = capability
+    x, y = TensorSignature("x", "float32", ("n",), pad=pad), TensorSignature("y", "float32", ("n",))
+    net = LateNet(cuda)
+    loaded = LoadedModel(net, ModelSignature("tensor", (x,), (y,), sizes={"n": SizeRange(9)}))
+    runner = Alone(loaded, [1, 3], dtype="fp32").runner
+    runner.warm_up(1)
+    assert runner.network.way == "plain"
+    net.forwards = 0
+    dice, under_way = np.random.default_rng(6), deque[tuple[list[Any], StagedBatch]]()
+    found: list[tuple[list[Any], list[Arrays]]] = []
+
+    def finish() -> None:
+        rows, staged = under_way.popleft()
+        found.append((rows, runner.finish(staged)[0]["m"]))
+
+    for _ in range(6):
+        rows = [dice.random((1, int(dice.integers(1, 10))), np.float32) for _ in range(3)]
+        under_way.append((rows, runner.stage({"m": {"x": rows}}, {"m": 3})))
+        runner.launch(under_way[-1][1])
+        if len(under_way) == 2:
+            finish()
+    while under_way:
+        finish()
+    for rows, parts in found:
+        answers = [row for part in parts for row in part["y"]]
+        for given, answer in zip(rows, answers, strict=True):
+            np.testing.assert_array_equal(answer, given[0] * 2 + 1)
+    sizes = [len({row.shape for row in rows}) for rows, _ in found]
+    assert net.forwards == (sum(sizes) if pad is None else len(sizes))
