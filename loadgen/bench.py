@@ -27,7 +27,7 @@ from tenuto.loadgen.clients.priority import preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
-from tenuto.loadgen.senders.payloads import Prompts, make_bodies, read_bodies
+from tenuto.loadgen.senders.payloads import FIXED, Prompts, make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.outcome import WARM_UP
 from tenuto.placement import ModelSpec, Plan
@@ -38,6 +38,7 @@ from tenuto.profiles.networks.model_options import ModelOptions
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8  # format: kinds of errors that are printed
 _TRIED_BODIES = 20  # limit: of a model, each sent once before the load; what is wrong is mostly wrong with all
+_SIZED_BODIES = 64  # format: of our bodies: their number where sizes are drawn
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,9 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
             )
     else:
         generator = seed_for(options.seed, "payloads", spec.name)
-        bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
+        drawn = {name: lengths.draw(_SIZED_BODIES, generator).tolist() for name, lengths in spec.sizes.items()}
+        sizes = [dict(zip(drawn, own, strict=True)) for own in zip(*drawn.values(), strict=True)]
+        bodies = make_bodies(metadata, generator, binary=options.tensors == "binary", sizes=sizes or FIXED)
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage, versioned)
 
 

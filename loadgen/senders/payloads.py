@@ -21,7 +21,7 @@ _STARTS = 4096  # format: of our prompts: places where they begin; more would on
 _LARGEST_TOKEN = 20_000  # format: of our prompts: tokens below the vocabulary of every model in the catalogue
 
 
-_FIXED: Sequence[Mapping[str, int]] = ({},) * 8  # format: of our bodies: their number where shapes are fixed
+FIXED: Sequence[Mapping[str, int]] = ({},) * 8  # format: of our bodies: their number where shapes are fixed
 
 
 def make_bodies(
@@ -29,9 +29,9 @@ def make_bodies(
     generator: np.random.Generator,
     *,
     binary: bool = True,
-    sizes: Sequence[Mapping[str, int]] = _FIXED,
+    sizes: Sequence[Mapping[str, int]] = FIXED,
 ) -> list[Body]:
-    """Return bodies of one sample each: one for each of `sizes`, by default eight.
+    """Return bodies of one sample each: one for each of `sizes`, by default eight, and not many more than 64 MiB.
 
     Floats are standard normal, as normalised images are. Whole numbers are token ids, in BYTES written as text. An
     input with `mask` in its name is all ones.
@@ -46,8 +46,10 @@ def make_bodies(
         InvalidInputError: an input has a datatype, or a size that `sizes` does not have.
     """
     inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
-    bodies = []
+    bodies: list[Body] = []
     for own in sizes:
+        if len(bodies) >= len(FIXED) and sum(len(body.data) for body in bodies) > _MOST_BODY_BYTES:
+            break
         described: list[dict[str, Any]] = []
         parts: list[bytes] = []
         for tensor in inputs:

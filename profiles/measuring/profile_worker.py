@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tenuto.errors import TenutoError, first_line, one_of, refused
 from tenuto.profiles.gpu_types import gpu_type_of
@@ -33,7 +32,7 @@ from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, is_e
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.inputs import as_blocks, random_inputs, sends_pixels
-from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
+from tenuto.profiles.networks.model_options import ModelOptions, RunOptions, with_most_sizes
 from tenuto.profiles.networks.programs import capability_of, lone_program
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner
 from tenuto.profiles.profile import ProfilePoint
@@ -332,9 +331,9 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     options = ModelOptions.parse(request.options, f"options of {request.source}")
     _import_libraries(request.source)
     memory: MemoryMeter = CudaMemory() if device == "cuda" else ResidentMemory()
-    given = dict(options.build)
-    if request.sizes and is_exported(request.source):
-        given["sizes"] = _with_most(given, request.sizes)
+    given = options.build
+    if is_exported(request.source):
+        given = with_most_sizes(given, {name: max(values) for name, values in request.sizes.items()})
     loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=given)
     measure_points(
         loaded,
@@ -350,12 +349,6 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     )
     if telemetry is not None and used_mib is not None and device == "cuda":
         report(ContextSize(round(max(0.0, telemetry.used_mib() - used_mib - reserved_mib()), 1)))
-
-
-def _with_most(options: Mapping[str, Any], asked: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the option `sizes` of a file with the largest of those that are measured, where it says nothing."""
-    given = options.get("sizes", {})
-    return {name: max(values) for name, values in asked.items()} | (given if isinstance(given, dict) else {})
 
 
 def _before_cuda() -> tuple[Telemetry | None, float | None]:

@@ -256,7 +256,8 @@ def _sizes(
             f"{path}",
             ", ".join(unknown),
             "can be of any size, and the file has no largest",
-            f"Say it in the model's options: {{sizes: {{{shown}}}}}, or to `tenuto profile`: {flags}.",
+            f"Say it in the model's options: {{sizes: {{{shown}}}}}, or to `tenuto profile`: {flags}. "
+            "A plan knows it when the workload says which sizes come (`sizes` of the model).",
         )
     return sizes
 

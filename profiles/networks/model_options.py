@@ -60,6 +60,12 @@ class ShapeOptions(StrictModel):
         return {name: {"most": size} if type(size) is int else size for name, size in given.items()}
 
 
+def with_most_sizes(options: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
+    """Return the options of a file with a largest of each size where they have none."""
+    given = options.get("sizes", {})
+    return {**options, "sizes": {**most, **given}} if most and isinstance(given, dict) else dict(options)
+
+
 Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt", "vllm"]
 
 

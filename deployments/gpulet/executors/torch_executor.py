@@ -15,13 +15,13 @@ from typing import Any
 
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import refused
-from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.catalogue import ModelSignature, is_exported
 from tenuto.profiles.networks.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
 from tenuto.profiles.networks.generating import Generator, Sampling, longest_sequence
 from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.inputs import Arrays, Blocks
-from tenuto.profiles.networks.model_options import BuildOptions, ModelOptions
+from tenuto.profiles.networks.model_options import BuildOptions, ModelOptions, with_most_sizes
 from tenuto.profiles.networks.programs import Member, load_program, naming
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 from tenuto.profiles.networks.tokenizer_files import tokenizer_place
@@ -82,7 +82,17 @@ class TorchExecutor:
         if program.generates is not None:
             self._generators[program.name] = self._generating(program, program.generates)
             return
-        members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
+        planned = [each.sizes for each in program.by_size]
+        most = {name: max(sizes[name] for sizes in planned) for sizes in planned[:1] for name in sizes}
+        members = [
+            Member(
+                m.name,
+                m.source,
+                m.weights_path,
+                with_most_sizes(m.options, most if is_exported(m.source or "") else {}),
+            )
+            for m in program.members
+        ]
         loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams, prepared_file)
         for note in (*loaded.network.notes, *_other_weights(loaded.network.weights_mib, program.weights_mib)):
             logger.warning("%s: %s", program.name, note)

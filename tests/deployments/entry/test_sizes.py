@@ -146,6 +146,13 @@ def test_other_shapes_are_refused_by_the_name_of_what_is_wrong(changed: dict[str
         reader().read(json.dumps({"inputs": described(arrays(5) | changed)}).encode())
 
 
+def test_bodies_of_large_requests_are_fewer() -> None:
+    said = {"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, -1], "dimensions": [None, "n"]}]}
+    sizes = [{"n": 2 << 20}] * 64
+    assert len(make_bodies(said, np.random.default_rng(0), sizes=sizes)) == 8  # of 8 MiB each
+    assert len(make_bodies(said, np.random.default_rng(0), sizes=[{"n": 3}] * 64)) == 64
+
+
 def signature(**more: Any) -> ModelSignature:
     made = (tuple(TensorSignature(**{**each, "shape": tuple(each["shape"])}) for each in some) for some in SIDES)  # type: ignore[arg-type]
     inputs, outputs = made

@@ -1,6 +1,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,11 @@ import torch
 
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.placement.program import SizedLatency
+from tenuto.profiles.latency import LatencyTable
+from tenuto.profiles.networks.catalogue import SizeRange
 from tenuto.profiles.networks.inputs import blank_inputs
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.network import LoneModel
@@ -222,3 +227,24 @@ def test_warm_up_inputs_fit_the_signature() -> None:
     blank = blank_inputs(signature, 3)
     assert {name: array.shape for name, array in blank.items()} == {"input_ids": (3, 8), "attention_mask": (3, 8)}
     assert blank["attention_mask"].all()
+
+
+def test_a_file_takes_the_largest_sizes_that_the_plan_has_measured(executor: TorchExecutor, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    make, kind = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (make.make_tensor_value_info(name, kind, ["batch", "tokens"]) for name in "xy")
+    graph = make.make_graph([make.make_node("Identity", ["x"], ["y"])], "net", [x], [y])
+    opset = make.make_opsetid("", 17)
+    onnx.save(make.make_model(graph, opset_imports=[opset], ir_version=9), tmp_path / "net.onnx")
+    member = MemberEntry(name="m", source=str(tmp_path / "net.onnx"))
+    table = LatencyTable(points={1: 1.0})
+    by_size = tuple(SizedLatency(sizes={"tokens": tokens}, latency=table) for tokens in (64, 16))
+    entry = ProgramEntry(name="m", batch_size=1, members=(member,), by_size=by_size)
+    executor.load(entry, [1])
+    assert executor.signature("m").sizes == {"tokens": SizeRange(64)}
+    own = MemberEntry(name="m", source=str(tmp_path / "net.onnx"), options={"sizes": {"tokens": 20}})
+    executor.load(ProgramEntry(name="m", batch_size=1, members=(own,), by_size=by_size), [1])
+    assert executor.signature("m").sizes == {"tokens": SizeRange(20)}
+    with pytest.raises(InvalidInputError, match="when the workload says which sizes come"):
+        executor.load(ProgramEntry(name="m", batch_size=1, members=(member,)), [1])
