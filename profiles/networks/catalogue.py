@@ -313,15 +313,23 @@ def detector_signature(image: ImageInput, most: int) -> ModelSignature:
 
 
 def text_signature(
-    text: TextInput, classes: int, platform: str = "pytorch", *, has_pairs: bool = False
+    text: TextInput, classes: int, platform: str = "pytorch", *, has_pairs: bool = False, is_sized: bool = False
 ) -> ModelSignature:
-    """Return the signature of a sequence classifier: `input_ids` and `attention_mask` in, `logits` out. One that
-    `has_pairs` of texts also takes `token_type_ids`, which are 1 for the second."""
-    shape = (text.sequence_length,)
-    inputs = (
-        TensorSignature("input_ids", "int64", shape, below=text.vocabulary_size),
-        TensorSignature("attention_mask", "int64", shape, below=2),
-        TensorSignature("token_type_ids", "int64", shape, below=2),
+    """Return the signature of a sequence classifier: `input_ids` and `attention_mask` in, `logits` out.
+
+    Args:
+        text: how a text becomes tensors.
+        classes: the number of logits.
+        platform: what runs it.
+        has_pairs: it also takes `token_type_ids`, which are 1 for the second text of a pair.
+        is_sized: each request has its own number of `tokens`, up to the length of `text`.
+    """
+    shape = ("tokens",) if is_sized else (text.sequence_length,)
+    bounds = {"input_ids": text.vocabulary_size, "attention_mask": 2, "token_type_ids": 2}
+    pads = dict.fromkeys(bounds, 0.0) | {"input_ids": float(text.pad_id)}
+    inputs = tuple(
+        TensorSignature(name, "int64", shape, below=below, pad=pads[name] if is_sized else None)
+        for name, below in bounds.items()
     )
     return ModelSignature(
         kind="text",
@@ -330,6 +338,7 @@ def text_signature(
         text=text,
         labels=tuple(f"LABEL_{index}" for index in range(classes)),
         platform=platform,
+        sizes={"tokens": SizeRange(text.sequence_length)} if is_sized else {},
     )
 
 

@@ -128,7 +128,7 @@ def read_encoder(folder: Path, options: BuildOptions) -> EncoderFiles:
             raise _unknown(folder, kind, "Serve it by a factory of your own.")
     text = _text(folder, network, options)
     signature = replace(
-        text_signature(text, 1),
+        text_signature(text, 1, is_sized=options.sequence_length is None),
         outputs=(TensorSignature("embedding", "float32", (width,)),),
         labels=(),
         answers="embedding",

@@ -162,8 +162,9 @@ def _from_directory(
         return _loaded(load_encoder(files), files.signature, ())
     network = load_directory(directory, expected)
     config = network.config
-    # Default: tokens, where neither options nor the network say.
-    length = options.sequence_length or min(128, longest_sequence(config) or 128)
+    classes = int(config.num_labels)
+    # Default: tokens, where neither options nor the network say. Texts of a ranker are not padded to them.
+    length = options.sequence_length or min(128 if classes > 1 else 512, longest_sequence(config) or 128)
     _check_length(config, length, str(directory))
     pad_id = config.pad_token_id
     if pad_id is None:
@@ -175,7 +176,6 @@ def _from_directory(
         padding_side="left" if config.model_type == "xlnet" else "right",
         tokenizer_path=_tokenizer(tokenizer_place(options.tokenizer, str(directory))),
     )
-    classes = int(config.num_labels)
     labels = options.labels or tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(classes))
     if classes == 1:
         return _loaded(classify(network), _ranker(text, config, options), labels)
@@ -192,7 +192,9 @@ def _ranker(text: TextInput, config: Any, options: BuildOptions) -> ModelSignatu
     if activation not in ("Identity", "Sigmoid"):
         raise refused("model", named, "is no activation that is known here", "Use Identity or Sigmoid.")
     has_types = (getattr(config, "type_vocab_size", None) or 0) > 1
-    signature = text_signature(replace(text, truncate=bool(options.truncate)), 1, has_pairs=has_types)
+    is_sized = options.sequence_length is None and text.padding_side == "right"
+    text = replace(text, truncate=bool(options.truncate))
+    signature = text_signature(text, 1, has_pairs=has_types, is_sized=is_sized)
     return replace(signature, answers="logit" if activation == "Sigmoid" else "score")
 
 

@@ -52,8 +52,8 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
         rule = wrong_tokens(tokens, signature.text)
         if rule is not None:
             raise refused("body", f"{len(text)} characters", rule, "Send another text.")
-        arrays = token_rows([tokens], signature.text)
-        return {tensor.name: rows[0] for tensor, rows in zip(signature.inputs, arrays, strict=False)}
+        (arrays,) = text_arrays([tokens], signature)
+        return dict(zip([tensor.name for tensor in signature.inputs], arrays, strict=True))
     raise refused(
         "body",
         f"{len(body)} bytes",
@@ -169,7 +169,7 @@ def encode_texts(
     length = spec.sequence_length if (spec.truncate if truncate is None else truncate) else None
     if spec.tokenizer_path is None:
         return [_hashed(text, spec, length) for text in texts]
-    encodings = open_tokenizer(spec.tokenizer_path, length).encode_batch(list(texts))  # lets go of the interpreter
+    encodings = open_tokenizer(spec.tokenizer_path, length).encode_batch_fast(list(texts))  # lets go of the interpreter
     return [TextTokens(each.ids, each.type_ids) for each in encodings]
 
 
@@ -182,21 +182,29 @@ def wrong_tokens(tokens: TextTokens, spec: TextInput) -> str | None:
             f"has {len(tokens.ids)} tokens, and the model takes {spec.sequence_length}. Shorten it, or have it cut "
             "with `truncate: true`"
         )
-    wrong = next((token for token in tokens.ids if not 0 <= token < spec.vocabulary_size), None)
-    if wrong is not None:
-        return f"has token {wrong}; the model knows 0 to {spec.vocabulary_size - 1}. Use the model's own tokenizer"
+    low, high = min(tokens.ids), max(tokens.ids)
+    if low < 0 or high >= spec.vocabulary_size:
+        known = f"the model knows 0 to {spec.vocabulary_size - 1}. Use the model's own tokenizer"
+        return f"has token {low if low < 0 else high}; {known}"
     return None
 
 
-def token_rows(texts: Sequence[TextTokens], spec: TextInput) -> tuple[NDArray[np.int64], ...]:
-    """Return `input_ids`, `attention_mask` and `token_type_ids` of texts that are not too long, a row each."""
-    shape = len(texts), spec.sequence_length
-    ids, mask, types = np.full(shape, spec.pad_id, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    for row, text in enumerate(texts):
-        length = len(text.ids)
-        place = slice(spec.sequence_length - length, None) if spec.padding_side == "left" else slice(length)
-        ids[row, place], mask[row, place], types[row, place] = text.ids, 1, text.types
-    return ids, mask, types
+def text_arrays(texts: Sequence[TextTokens], signature: ModelSignature) -> list[list[Array]]:
+    """Return the tensors of texts that are not too long, in the order of the inputs: their tokens, which of them are
+    attended, and their types. Texts are padded where the model has no size for their length."""
+    spec = signature.text
+    assert spec is not None
+    found = []
+    for ids, types in texts:
+        length = len(ids) if signature.sizes else spec.sequence_length
+        place = slice(length - len(ids), None) if spec.padding_side == "left" else slice(len(ids))
+        arrays = []
+        for tensor, padding, values in zip(signature.inputs, (spec.pad_id, 0, 0), (ids, 1, types), strict=False):
+            array = np.full(length, padding, tensor.dtype)
+            array[place] = values
+            arrays.append(array)
+        found.append(arrays)
+    return found
 
 
 def _hashed(text: str | tuple[str, str], spec: TextInput, length: int | None) -> TextTokens:

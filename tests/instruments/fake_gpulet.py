@@ -199,10 +199,11 @@ class FakeGpulet:
     def _inputs(self, message: RunBatch, body: memoryview) -> list[Blocks]:
         found = []
         parts = iter(read_parts(message.places, message.arenas, body, self._arenas)[0])
+        sizes = iter(message.sizes)
         for model, rows in message.members:
             signature = self.signatures()[model]
             if message.places:
-                blocks = input_blocks(signature, rows, parts)
+                blocks = input_blocks(signature, rows, parts, list(itertools.islice(sizes, rows)))
             else:
                 blocks, body = inline_blocks(signature.inputs, rows, body)
             found.append(blocks)

@@ -162,7 +162,7 @@ class InferHeader:
             whole.append(part)
         if self.count == 1:
             return InferRequest(self, [whole])
-        return InferRequest(self, cut_samples(whole, [tensor.spec for tensor in self.tensors], self.count, ends))
+        return InferRequest(self, _samples(whole, [tensor.spec for tensor in self.tensors], self.count, ends))
 
 
 class InferRequest(msgspec.Struct):
@@ -442,7 +442,7 @@ def _sample_ends(spec: TensorSpec, data: Buffer, count: int) -> list[int]:
     return ends
 
 
-def cut_samples(
+def _samples(
     whole: Sequence[InputPart], specs: Sequence[TensorSpec], count: int, ends: Mapping[int, Sequence[int]]
 ) -> list[list[InputPart]]:
     """Cut every tensor into those of its samples; `ends`: where these end in tensors of bytes, by their places. Samples

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec, cut_samples
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader, TensorSpec
 from tenuto.deployments.entry.protocols.texts import Tokenizer, tokenizer_of
 from tenuto.deployments.entry.service.hook_pool import HookPool
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
@@ -21,7 +21,7 @@ from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
 from tenuto.profiles.networks.model_options import HookOptions
-from tenuto.profiles.networks.preprocess import TextTokens, open_tokenizer, token_rows
+from tenuto.profiles.networks.preprocess import TextTokens, open_tokenizer, text_arrays
 
 logger = logging.getLogger("ray.serve")
 
@@ -62,13 +62,9 @@ class ModelInterface:
 
     def text_samples(self, texts: Sequence[TextTokens]) -> list[RequestInputs]:
         """Return the tensors of each text, which the model can take."""
-        assert self.signature.text is not None
-        arrays = token_rows(texts, self.signature.text)
-        whole = [
-            InputPart(array.astype(tensor.dtype, copy=False).tobytes())
-            for tensor, array in zip(self.inputs, arrays, strict=False)
-        ]
-        return [RequestInputs(parts) for parts in cut_samples(whole, self.inputs, len(texts), {})]
+        samples = [[InputPart(array.tobytes()) for array in arrays] for arrays in text_arrays(texts, self.signature)]
+        sizes = [(len(text.ids),) if self.signature.sizes else () for text in texts]
+        return [RequestInputs(*sample) for sample in zip(samples, sizes, strict=True)]
 
     def postprocess(self, outputs: Sequence[OutputTensor], request: Buffer) -> Any:
         """Return the most likely classes of one request with this body, or what else the model answers."""

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +23,45 @@ from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
 
 
-def encoder(text: TextInput) -> ModelSignature:
-    plain = text_signature(text, 1)
+def encoder(text: TextInput, *, is_sized: bool) -> ModelSignature:
     outputs = (TensorSignature("embedding", "float32", (2,)),)
-    return ModelSignature("text", plain.inputs, outputs, text=text, answers="embedding")
+    return replace(text_signature(text, 1, is_sized=is_sized), outputs=outputs, labels=(), answers="embedding")
 
 
-def ranker(text: TextInput) -> ModelSignature:
-    plain = text_signature(text, 1, has_pairs=True)
-    return ModelSignature("text", plain.inputs, plain.outputs, text=text, answers="logit")
+def ranker(text: TextInput, *, is_sized: bool) -> ModelSignature:
+    return replace(text_signature(text, 1, has_pairs=True, is_sized=is_sized), answers="logit")
 
 
 class TextGpulet(FakeGpulet):
     """Model m makes the vector (number of tokens, sum of their ids) of a text, and r the logit of a pair: the number of
     tokens of its second text. A text with the word `away` has no numbers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_sized: bool) -> None:
         super().__init__("a", ("m", "r"))
+        self.is_sized = is_sized
         save_tokenizer(folder)
         self.text = TextInput(8, len(WORDS), 0, tokenizer_path=str(folder / "tokenizer.json"), truncate=False)
 
     def signatures(self) -> dict[str, ModelSignature]:
-        return {"m": encoder(self.text), "r": ranker(self.text)}
+        return {name: made(self.text, is_sized=self.is_sized) for name, made in (("m", encoder), ("r", ranker))}
 
     def compute(self, model: str, blocks: Blocks) -> dict[str, np.ndarray]:
-        ids, mask = np.concatenate(blocks["input_ids"]), np.concatenate(blocks["attention_mask"])
-        broken = np.where((ids == WORDS.index("away")).any(axis=1), np.nan, 0.0)
-        if model == "r":
-            return {"logits": (np.concatenate(blocks["token_type_ids"]).sum(axis=1) + broken)[:, None]}
-        return {"embedding": np.stack([mask.sum(axis=1), ids.sum(axis=1) + broken], axis=1)}
+        rows = [row for block in zip(*blocks.values(), strict=True) for row in zip(*block, strict=True)]
+        found = [self._of_row(model, *row) for row in rows]
+        return {"logits" if model == "r" else "embedding": np.array(found)}
+
+    def _of_row(self, model: str, ids: np.ndarray, mask: np.ndarray, *types: np.ndarray) -> list[float]:
+        broken = np.nan if (ids == WORDS.index("away")).any() else 0.0
+        return [types[0].sum() + broken] if model == "r" else [mask.sum(), ids.sum() + broken]
 
 
 PLAN = make_plan(("a", ("m", "r")), ("b", ("n",)), slo_ms=60_000.0)
 
 
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+@pytest.fixture(params=[False, True], ids=["padded to one length", "each of its own length"])
+async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     made = Bench()
-    made.gpulets["a"] = TextGpulet(tmp_path)
+    made.gpulets["a"] = TextGpulet(tmp_path, is_sized=request.param)
     for gpulet in made.gpulets.values():
         await gpulet.start()
     await made.follow(PLAN)

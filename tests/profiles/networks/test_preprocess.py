@@ -18,7 +18,7 @@ from tenuto.profiles.networks.catalogue import (
     image_signature,
     text_signature,
 )
-from tenuto.profiles.networks.preprocess import encode_texts, image_tensor, postprocess, preprocess, token_rows
+from tenuto.profiles.networks.preprocess import encode_texts, image_tensor, postprocess, preprocess, text_arrays
 from tenuto.profiles.networks.torchvision_import import import_torchvision
 
 PHOTOGRAPH = Path(__file__).parents[3] / "deployments/data/grace_hopper.jpg"
@@ -123,8 +123,8 @@ def test_empty_body_and_tensor_models() -> None:
 
 
 def text_tensors(text: str, spec: TextInput) -> tuple[Any, Any]:
-    ids, mask, _ = token_rows(encode_texts([text], spec), spec)
-    return ids[0], mask[0]
+    ((ids, mask),) = text_arrays(encode_texts([text], spec), text_signature(spec, 1))
+    return ids, mask
 
 
 SPEC = TextInput(sequence_length=8, vocabulary_size=100, pad_id=0, prefix=(1,), suffix=(2,), first_word_id=10)

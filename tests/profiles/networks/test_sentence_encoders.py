@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.networks.catalogue import LoadedModel
+from tenuto.profiles.networks.catalogue import LoadedModel, SizeRange
 from tenuto.profiles.networks.models import build
-from tenuto.profiles.networks.preprocess import encode_texts, postprocess, preprocess, token_rows
+from tenuto.profiles.networks.preprocess import encode_texts, postprocess, preprocess, text_arrays
 from tests.instruments.encoders import WORDS, save_encoder, save_ranker
 
 TEXTS = ["the cat sat on a mat", "dog", "a dog ran far away"]
@@ -22,11 +22,16 @@ WAYS = ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weigh
 
 
 def run(model: LoadedModel, texts: Any) -> np.ndarray[Any, Any]:
-    spec = model.signature.text
-    assert spec is not None
-    rows = token_rows(encode_texts(texts, spec), spec)[: len(model.signature.inputs)]
+    """Run texts as one batch, padded to the longest as a gpu-let pads them."""
+    assert model.signature.text is not None
+    rows = text_arrays(encode_texts(texts, model.signature.text), model.signature)
+    longest = max(len(row[0]) for row in rows)
+    inputs = []
+    for at, tensor in enumerate(model.signature.inputs):
+        filled = [np.pad(row[at], (0, longest - len(row[at])), constant_values=int(tensor.pad or 0)) for row in rows]
+        inputs.append(torch.from_numpy(np.stack(filled)))
     with torch.inference_mode():
-        answer: np.ndarray[Any, Any] = model.module(*map(torch.from_numpy, rows)).numpy()
+        answer: np.ndarray[Any, Any] = model.module(*inputs).numpy()
     return answer
 
 
@@ -57,7 +62,13 @@ def test_each_way_of_pooling_is_that_of_its_formula(tmp_path: Path, way: str) ->
     expected = [by_formula(way, token_vectors(model, text)) for text in TEXTS]
     np.testing.assert_allclose(run(model, TEXTS), expected, atol=2e-6)
     assert (model.signature.answers, model.signature.outputs[0].shape) == ("embedding", (16,))
-    assert model.signature.inputs[0].shape == (12,)  # as many as the network has positions
+    assert model.signature.inputs[0].shape == ("tokens",)
+    assert model.signature.sizes == {"tokens": SizeRange(12)}  # as many as the network has positions
+    fixed = build(
+        save_encoder(tmp_path / "again", {f"pooling_mode_{way}": True}, kinds=()), options={"sequence_length": 9}
+    )
+    assert (fixed.signature.inputs[0].shape, fixed.signature.sizes) == ((9,), {})
+    np.testing.assert_allclose(run(fixed, TEXTS), expected, atol=2e-6)
 
 
 class Given(torch.nn.Module):
@@ -96,7 +107,7 @@ def test_several_ways_are_joined_and_layers_follow(tmp_path: Path) -> None:
 def test_a_text_becomes_its_vector(tmp_path: Path) -> None:
     signature = build(save_encoder(tmp_path)).signature
     arrays = preprocess(signature, b"the cat")
-    assert arrays["input_ids"].tolist() == [2, 4, 5, 3, *[0] * 8]
+    assert (arrays["input_ids"].tolist(), arrays["attention_mask"].tolist()) == ([2, 4, 5, 3], [1] * 4)
     vector = np.ones(16, np.float32)
     assert postprocess(signature, {"embedding": vector}) == {"embedding": pytest.approx(vector)}
 
@@ -108,7 +119,7 @@ def test_a_long_text_is_refused_and_cut_only_where_that_is_said(tmp_path: Path) 
     cut = preprocess(build(folder, options={"truncate": True}).signature, b"cat " * 20)
     assert cut["input_ids"].tolist() == [2, *[5] * 10, 3]
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 6}')
-    assert build(folder).signature.inputs[0].shape == (6,)
+    assert build(folder).signature.sizes == {"tokens": SizeRange(6)}
     assert build(folder, options={"sequence_length": 12}).signature.inputs[0].shape == (12,)
     with pytest.raises(InvalidInputError, match="above the network's 12 positions"):
         build(folder, options={"sequence_length": 13})
