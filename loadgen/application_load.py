@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.schedule import Schedule, make_schedule
+from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
@@ -210,10 +210,13 @@ def make_application_load(
     times = at_ms[order]
     times[int((~is_later).sum()) :] = np.nan
     called = np.flatnonzero(is_call)
+    model_index = np.array([p[0] for p in parts], dtype=np.int32)[part][order]
+    if names := {spec.name: tuple(spec.sizes) for spec in models if spec.sizes}:
+        schedule = replace(schedule, sizes=_sizes(models, model_index, seed), size_names=names)
     return ApplicationLoad(
         number=np.arange(entry.size, dtype=np.int64),
         times_ms=times,
-        model_index=np.array([p[0] for p in parts], dtype=np.int32)[part][order],
+        model_index=model_index,
         deadlines_ms=(at_ms + np.array([p[1] for p in parts])[part])[order],
         owner=number_of_call[entry][order],
         stage=np.array([p[2] for p in parts], dtype=np.int32)[part][order],
@@ -223,8 +226,18 @@ def make_application_load(
         applications=tuple(applications),
         schedule=schedule,
         tokens=None if schedule.tokens is None else schedule.tokens.of(entry[order]),
-        sizes=None if schedule.sizes is None else schedule.sizes[entry[order]],
+        sizes=schedule.sizes,
     )
+
+
+def _sizes(models: Sequence[ModelSpec], model_index: NDArray[np.int32], seed: int) -> NDArray[np.int64]:
+    """Return the sizes of all requests, a row each, in the order of the workload; the rest of a row is 0."""
+    sizes = np.zeros((len(model_index), max(len(spec.sizes) for spec in models)), dtype=np.int64)
+    for place, spec in enumerate(models):
+        rows = np.flatnonzero(model_index == place)
+        for column, (name, lengths) in enumerate(spec.sizes.items()):
+            sizes[rows, column] = lengths.draw(len(rows), seed_for(seed, "sizes", spec.name, name))
+    return sizes
 
 
 def _schedule(

@@ -7,9 +7,10 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -27,18 +28,18 @@ from tenuto.loadgen.clients.priority import preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
-from tenuto.loadgen.senders.payloads import FIXED, Prompts, make_bodies, read_bodies
+from tenuto.loadgen.senders.payloads import Prompts, SizedBodies, make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.outcome import WARM_UP
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
+from tenuto.placement.generates import Lengths
 from tenuto.placement.versions import by_model
 from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8  # format: kinds of errors that are printed
 _TRIED_BODIES = 20  # limit: of a model, each sent once before the load; what is wrong is mostly wrong with all
-_SIZED_BODIES = 64  # format: of our bodies: their number where sizes are drawn
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,16 @@ def run_bench(
     staged = stage_owners(applications)
     groups = by_model(models)
     tokens = load.tokens
+    shown = {spec.name: _metadata(options, spec, groups) for spec in models if spec.slo is None or tokens is None}
+    sized = [_with_sizes(spec, shown.get(spec.name, {}), options.bodies) for spec in models]
+    if sized != [*models]:
+        load = make_application_load(sized, applications, *arrivals)
+    load = _with_notes(_in_multiples(load, sized, shown), models, sized)
     targets = tuple(
         _generating(options, spec, tokens, has_versions=spec.model in groups)
         if spec.slo is not None and tokens is not None
-        else _target(options, spec, is_stage=spec.name in staged, has_versions=spec.model in groups)
-        for spec in models
+        else _target(options, spec, shown[spec.name], _largest(load, index, spec), is_stage=spec.name in staged)
+        for index, spec in enumerate(sized)
     )
     most_tokens = 0.0 if tokens is None else float(tokens.output.max(initial=1))
     answers_s = max((target.slo.answer_ms(most_tokens) / 1000.0 for target in targets if target.slo), default=0.0)
@@ -256,7 +262,8 @@ def _result(
     elif lost:
         count = load.planned
         known = records.request[records.request < count]
-        rest = unsent(load.times_ms[:count], load.model_index[:count], except_requests=known, call=load.owner[:count])
+        planned = {"call": load.owner[:count], "sizes": load.sizes}
+        rest = unsent(load.times_ms[:count], load.model_index[:count], except_requests=known, **planned)
         records = merge([records, rest])
     names = [target.name for target in targets]
     generating = [target.name for target in targets if target.slo is not None]
@@ -322,11 +329,72 @@ def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: Benc
     ]
 
 
-def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versions: bool) -> ModelTarget:
-    versioned = f"{spec.model}:{spec.version}" if has_versions else spec.name
+def _metadata(options: BenchOptions, spec: ModelSpec, groups: Collection[str]) -> Mapping[str, Any]:
+    """Return the server's metadata of a model, with its name in requests as `name`. `groups`: models with versions."""
+    versioned = f"{spec.model}:{spec.version}" if spec.model in groups else spec.name
     metadata = model_metadata(options.url, versioned)
     if "inputs" not in metadata:
         raise _cannot_be_asked(options, spec, metadata)
+    return {**metadata, "name": versioned}
+
+
+def _with_sizes(spec: ModelSpec, metadata: Mapping[str, Any], bodies: Collection[str]) -> ModelSpec:
+    """Return a model with the sizes of its requests. If its inputs vary and the workload gives no sizes, these are
+    spread evenly over what the model takes. The sizes of a user's own `bodies` are not known.
+
+    Raises:
+        InvalidInputError: the model has other sizes than the workload gives.
+    """
+    ranges = {} if spec.name in bodies else metadata.get("sizes", {})
+    if spec.sizes and spec.name not in bodies and spec.sizes.keys() != ranges.keys():
+        rule = f"are not those of the model that runs: {', '.join(ranges) or 'its inputs have one shape'}"
+        raise refused(f"models.{spec.name}.sizes", ", ".join(spec.sizes), rule, "Correct `sizes`, or leave it away.")
+    if spec.sizes.keys() == ranges.keys():
+        return spec
+    even = {name: Lengths(quantiles={0: max(1, size["least"]), 100: size["most"]}) for name, size in ranges.items()}
+    return spec.model_copy(update={"sizes": even})
+
+
+def _with_notes(load: ApplicationLoad, given: Sequence[ModelSpec], sized: Sequence[ModelSpec]) -> ApplicationLoad:
+    """Return the load with a line for each model whose sizes the workload does not give."""
+    notes = [
+        f"{spec.name}: its workload gives no `sizes`, so each is spread evenly over what the model takes ("
+        + ", ".join(f"{name} up to {lengths.most:g}" for name, lengths in spec.sizes.items())
+        + ")"
+        for spec, before in zip(sized, given, strict=True)
+        if spec.sizes and not before.sizes
+    ]
+    return replace(load, schedule=replace(load.schedule, notes=(*load.schedule.notes, *notes)))
+
+
+def _in_multiples(
+    load: ApplicationLoad, models: Sequence[ModelSpec], shown: Mapping[str, Mapping[str, Any]]
+) -> ApplicationLoad:
+    """Return the load with sizes rounded up to the multiples that models run at."""
+    if load.sizes is None:
+        return load
+    steps = np.ones((len(models), load.sizes.shape[1]), dtype=np.int64)
+    for place, spec in enumerate(models):
+        steps[place, : len(spec.sizes)] = [shown[spec.name]["sizes"][name]["multiple"] for name in spec.sizes]
+    step = steps[load.model_index]
+    return replace(load, sizes=-(-load.sizes // step) * step)
+
+
+def _largest(load: ApplicationLoad, index: int, spec: ModelSpec) -> dict[str, int]:
+    """Return the largest size of the requests of a model, by name."""
+    if load.sizes is None:
+        return {}
+    most = load.sizes[load.model_index == index].max(axis=0, initial=1)
+    return dict(zip(spec.sizes, most.tolist(), strict=False))
+
+
+def _target(
+    options: BenchOptions, spec: ModelSpec, metadata: Mapping[str, Any], most: Mapping[str, int], *, is_stage: bool
+) -> ModelTarget:
+    """Return a model to send requests to, the largest of which have the sizes `most`."""
+    versioned = metadata["name"]
+    target = partial(ModelTarget, spec.name, spec.slo_ms * options.slo_scale, is_stage=is_stage, asked=versioned)
+    generator = seed_for(options.seed, "payloads", spec.name)
     if spec.name in options.bodies:
         hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
         bodies = read_bodies(options.bodies[spec.name], hooks)
@@ -340,12 +408,12 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool, has_versi
                 f"is refused by the model: {why.rstrip('.')}",
                 cure,
             )
+    elif most:
+        made = SizedBodies(metadata, most, generator, binary=options.tensors == "binary")
+        return target(bodies=(), made=made)
     else:
-        generator = seed_for(options.seed, "payloads", spec.name)
-        drawn = {name: lengths.draw(_SIZED_BODIES, generator).tolist() for name, lengths in spec.sizes.items()}
-        sizes = [dict(zip(drawn, own, strict=True)) for own in zip(*drawn.values(), strict=True)]
-        bodies = make_bodies(metadata, generator, binary=options.tensors == "binary", sizes=sizes or FIXED)
-    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage, versioned)
+        bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
+    return target(bodies=tuple(bodies))
 
 
 def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *, has_versions: bool) -> ModelTarget:
@@ -359,7 +427,7 @@ def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *
     generator = seed_for(options.seed, "payloads", spec.name)
     prompts = Prompts(spec.name, int(tokens.prompt.max(initial=1)), generating["vocabulary"], generator)
     slo = None if spec.slo is None else spec.slo.scaled(options.slo_scale)
-    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, (), prompts=prompts, slo=slo)
+    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, (), made=prompts, slo=slo)
 
 
 def _cannot_be_asked(options: BenchOptions, spec: ModelSpec, metadata: Mapping[str, Any]) -> EnvironmentFaultError:

@@ -25,6 +25,7 @@ _DTYPES: dict[str, type[np.generic]] = {
     "prompt_tokens": np.int64,
     "output_tokens": np.int64,
     "call": np.int64,
+    "sizes": np.int64,
 }
 # Columns that need not be given, and what they then have.
 ABSENT = {"first_token_ms": NAN, "prompt_tokens": 0, "output_tokens": 0, "call": -1, "call_at_ms": NAN}
@@ -38,7 +39,8 @@ class Records:
     durations the server reported. `gpulet` is the gpu-let's id. Of a generation, `first_token_ms` is absolute, and
     `output_tokens` are those that came; without one, tokens are 0. `call` is the number of the application's request
     that a row belongs to, -1 for none, and `call_at_ms` when that was scheduled; a row of a later stage counts as
-    scheduled when the last answer before it was there, and has no row if it never was.
+    scheduled when the last answer before it was there, and has no row if it never was. `sizes` has a row for each
+    request, in the order of the model's `sizes` in the workload; rows of models with fewer are filled by 0.
     """
 
     request: NDArray[np.int64]
@@ -58,9 +60,12 @@ class Records:
     output_tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     call: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # empty: no applications
     call_at_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    sizes: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))  # empty: all shapes are fixed
 
     def __post_init__(self) -> None:
-        """Fill columns that are not given: no row is a generation, or belongs to an application."""
+        """Fill columns that are not given: no row is a generation, has sizes, or belongs to an application."""
+        if len(self.sizes) != len(self.request):
+            self.sizes = np.zeros((len(self.request), 0), np.int64)
         for name, value in ABSENT.items():
             if len(getattr(self, name)) != len(self.request):
                 setattr(self, name, np.full(len(self.request), value, _DTYPES.get(name, np.float64)))
@@ -132,6 +137,7 @@ def unsent(
     *,
     except_requests: NDArray[np.int64] | None = None,
     call: NDArray[np.int64] | None = None,
+    sizes: NDArray[np.int64] | None = None,
 ) -> Records:
     """Return rows of scheduled requests that no client sent: failed, with no times but the scheduled one.
 
@@ -140,6 +146,7 @@ def unsent(
         model_index: model of each request.
         except_requests: numbers of the requests that have a row already.
         call: number of the application's request that each request belongs to; -1: none.
+        sizes: of each request, where models have sizes.
     """
     request = np.arange(len(times_ms), dtype=np.int64)
     if except_requests is not None:
@@ -159,6 +166,7 @@ def unsent(
         gpulet=np.full(total, "", dtype=object),
         call=calls,
         call_at_ms=np.where(calls >= 0, scheduled, NAN),
+        sizes=np.zeros((total, 0), np.int64) if sizes is None else sizes[request],
         **unknown,
     )
 

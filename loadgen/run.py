@@ -143,7 +143,7 @@ def _read_records(path: Path, names: list[str]) -> Records:
             name: np.asarray(table[name].to_numpy(), dtype=dtype)
             for name, dtype in Records.columns().items()
             if (name in table.column_names or name not in ABSENT)
-            and name not in ("model", "outcome", "gpulet", "call", "call_at_ms")
+            and name not in ("model", "outcome", "gpulet", "call", "call_at_ms", "sizes")
         }
         if "application_request" in table.column_names:
             columns["call"] = table["application_request"].fill_null(-1).to_numpy().astype(np.int64)

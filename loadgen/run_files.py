@@ -19,10 +19,13 @@ from tenuto.loadgen.bench import BenchOptions, BenchResult, status_at
 from tenuto.loadgen.records import Records, request_id
 from tenuto.loadgen.result_folder import prepare_folder, provenance, write_files
 from tenuto.loadgen.schedule import Schedule
+from tenuto.loadgen.verdict import add_size_classes
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 _OURS = ("result.json", "requests.parquet", "timeline.csv", "schedule.npz", "report.html")
+
+_OTHERWISE = ("call", "call_at_ms", "sizes")  # columns of records that are written in another form
 
 
 def prepare_report(folder: Path, *, force: bool) -> Path:
@@ -33,6 +36,7 @@ def prepare_report(folder: Path, *, force: bool) -> Path:
 def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command: Sequence[str]) -> dict[str, Any]:
     """Return the result document of a live run: figures, verdict, and everything needed to repeat the run."""
     verdict = result.verdict
+    add_size_classes(result.summary, result.records, plan)
     return {
         "schema": SCHEMA,
         "kind": "bench",
@@ -91,7 +95,8 @@ def write_run_files(
     }
     if schedule is not None:
         contents["schedule.npz"] = schedule.save
-    contents["requests.parquet"] = lambda path: _write_parquet(path, records, names, run, document)
+    sizes = schedule.size_names if schedule is not None else {}
+    contents["requests.parquet"] = lambda path: _write_parquet(path, records, names, run, document, sizes)
     write_files(folder, contents)
 
 
@@ -132,18 +137,29 @@ def _write_timeline(
 
 
 def _write_parquet(
-    path: Path, records: Records, names: Sequence[str], run: str | None, document: Mapping[str, Any]
+    path: Path,
+    records: Records,
+    names: Sequence[str],
+    run: str | None,
+    document: Mapping[str, Any],
+    size_names: Mapping[str, Sequence[str]],
 ) -> None:
     """Write one row per request. In a live run it has the `id` that the server saw. When the request belongs to an
-    application, it has the `application` and the number of that application's request."""
+    application, it has the `application` and the number of that application's request. A column `size_NAME` has sizes
+    by name, 0 in rows of models without this one."""
     import pyarrow as arrow
     from pyarrow import parquet
 
-    columns = {name: getattr(records, name) for name in Records.columns() if name not in ("call", "call_at_ms")}
+    columns = {name: getattr(records, name) for name in Records.columns() if name not in _OTHERWISE}
     outcomes = [outcome.name.lower() for outcome in Outcome]
     columns["model"] = arrow.DictionaryArray.from_arrays(arrow.array(records.model), arrow.array(names, arrow.string()))
     columns["outcome"] = arrow.DictionaryArray.from_arrays(arrow.array(records.outcome), arrow.array(outcomes))
     columns["gpulet"] = arrow.array(records.gpulet, arrow.string()).dictionary_encode()
+    for model, sizes in size_names.items():
+        mine = records.model == names.index(model)
+        for column, size in enumerate(sizes):
+            values = columns.setdefault(f"size_{size}", np.zeros(len(records), np.int64))
+            values[mine] = records.sizes[mine, column]
     if document.get("applications"):
         alone = records.call < 0
         owners = np.array([document["models"][name].get("stage_of") for name in names], dtype=object)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival_processes import arrival_times, arrival_tokens, process_of, read_trace
-from tenuto.profiles.size_classes import stack_sizes
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gives an error instead of using all memory
 
@@ -37,7 +36,8 @@ class Schedule:
     notes: tuple[str, ...] = ()  # notes about the times for the reader of the figures; not part of the hash
     applications: tuple[Application, ...] = ()
     tokens: RequestTokens | None = None  # of each request, when a model generates
-    sizes: NDArray[np.int64] | None = None  # a row for each request, when requests of a model vary in size
+    sizes: NDArray[np.int64] | None = None  # a row for each request of the load, when those of a model vary in size
+    size_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by model, in the order of the columns
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -144,16 +144,7 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
         tokens = RequestTokens(*(np.concatenate([pair[kind] for pair in drawn])[order] for kind in (0, 1)))
     names = tuple(spec.name for spec in models)
     notes = (*_notes(models), *_cut(models, duration_s))
-    sizes = None
-    if any(spec.sizes for spec in models):
-        sizes = stack_sizes([_sizes(spec, part.size, seed) for spec, part in zip(models, times, strict=True)])[order]
-    return Schedule(merged[order], index[order], names, duration_s, notes, tokens=tokens, sizes=sizes)
-
-
-def _sizes(spec: ModelSpec, count: int, seed: int) -> NDArray[np.int64]:
-    """Return the sizes of a model's arrivals, a row each, in the order of the workload."""
-    columns = [lengths.draw(count, seed_for(seed, "sizes", spec.name, name)) for name, lengths in spec.sizes.items()]
-    return np.column_stack(columns) if columns else np.zeros((count, 0), dtype=np.int64)
+    return Schedule(merged[order], index[order], names, duration_s, notes, tokens=tokens)
 
 
 def _cut(models: Sequence[ModelSpec], duration_s: float) -> tuple[str, ...]:

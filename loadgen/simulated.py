@@ -25,7 +25,7 @@ from tenuto.loadgen.application_figures import application_figures, label_stages
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.result_folder import provenance
-from tenuto.loadgen.verdict import judge, summarise
+from tenuto.loadgen.verdict import add_size_classes, judge, summarise
 from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.application import Application
@@ -225,6 +225,8 @@ class SimulatedRun:
             applications=self.load.applications,
             generating=[names[system.reported_of[gpulet.model]] for gpulet in system.generating],
         )
+        if plan is not None:
+            add_size_classes(summary, records, plan)
         verdict = judge(records, summary, list(slos.values()))
         # Where both have a figure, the simulator's is kept: it saw every batch, not only the answered requests.
         seen = {key: value for key, value in result.summary().items() if key != "models"}
@@ -272,6 +274,7 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
         execution_ms=result.finish_ms - result.start_ms,
         batch_size=result.batch_size.copy(),
         gpulet=ids[result.gpulet],
+        sizes=np.zeros((len(result.arrival_ms), 0), np.int64) if load is None or load.sizes is None else load.sizes,
     )
     if result.writing is not None:
         written, tokens = result.writing.requests, result.writing.tokens

@@ -25,7 +25,9 @@ from tenuto.loadgen.application_figures import (
 )
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
+from tenuto.placement import Plan
 from tenuto.placement.application import Application
+from tenuto.profiles.size_classes import find_classes, in_order
 
 TARGET_ATTAINMENT = 0.99  # unit: the attainment that PASS asks for unless another is given
 
@@ -82,6 +84,32 @@ def summarise(
             records, names, applications, warmup_ms=warmup_ms, duration_ms=duration_ms
         )
     return summary
+
+
+def add_size_classes(summary: dict[str, Any], records: Records, plan: Plan) -> None:
+    """Add to the figures of each model that is planned by size those of its size classes, and of larger requests."""
+    begin_ms, end_ms = summary["window_ms"]
+    measured = records.within(begin_ms, end_ms)
+    replicas = {replica.name: replica for gpulet in plan.gpulets for replica in gpulet.models if replica.by_size}
+    for index, (name, figures) in enumerate(summary["models"].items()):
+        if name not in replicas:
+            continue
+        names = tuple(plan.model(name).sizes)
+        classes = in_order(tuple(each.sizes[size] for size in names) for each in replicas[name].by_size)
+        mine = measured.where(measured.model == index)
+        places = find_classes(classes, mine.sizes[:, : len(names)])
+        figures["by_size"] = []
+        for place in (*range(len(classes)), *([-1] if (places < 0).any() else [])):
+            ended = mine.where(places == place)
+            row = outcome_figures(counted(ended.outcome))
+            figures["by_size"].append(
+                {
+                    "sizes": None if place < 0 else dict(zip(names, classes[place], strict=True)),
+                    **row,
+                    "goodput_rps": row["ok"] / ((end_ms - begin_ms) / 1000.0),
+                    **latency_figures(ended.where(ended.status == 200).latency_ms),
+                }
+            )
 
 
 def _model(records: Records) -> dict[str, Any]:

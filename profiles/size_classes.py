@@ -34,9 +34,3 @@ def find_classes(classes: Sequence[Sizes], sizes: NDArray[np.int64]) -> NDArray[
     for place in range(len(classes) - 1, -1, -1):
         places[(sizes <= np.array(classes[place])).all(axis=1)] = place
     return places
-
-
-def stack_sizes(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the sizes of the requests of several models below each other; rows with fewer sizes are filled by 0."""
-    width = max(part.shape[1] for part in parts)
-    return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])

@@ -21,7 +21,7 @@ from tenuto.loadgen.clients.precise_timer import PreciseTimer, Timer
 from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import NAN, Records, request_id
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
-from tenuto.loadgen.senders.payloads import Prompts
+from tenuto.loadgen.senders.payloads import Prompts, SizedBodies
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement.generates import TokenSlo
 
@@ -31,14 +31,15 @@ _KINDS_OF_ERROR = 50  # limit: kinds of errors that are counted apart
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model to send requests to, with `bodies` in turn; or one that generates, with `prompts` and an `slo`."""
+    """A model to send requests to, with `bodies` in turn; or with bodies that are made for each request, as large as it
+    is. One that generates has an `slo`."""
 
     name: str
     slo_ms: float
     bodies: tuple[Body, ...]
     is_stage: bool = False  # of an application: every request carries what is left of its deadline
     asked: str = ""  # NAME:VERSION, where a version has to be named
-    prompts: Prompts | None = None
+    made: Prompts | SizedBodies | None = None
     slo: TokenSlo | None = None
 
     def outcome(self, reply: Reply, latency_ms: float, slo_ms: float) -> Outcome:
@@ -107,6 +108,7 @@ class _Columns:
         self.first_token_ms = array("d", [NAN]) * total
         self.prompt_tokens = np.zeros(total, np.int64) if load.tokens is None else load.tokens.prompt
         self.output_tokens = array("q", [0]) * total
+        self.sizes = np.zeros((total, 0), np.int64) if load.sizes is None else load.sizes
 
     def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
         """Record an answer. A broken connection without an answer has no time of answer."""
@@ -192,7 +194,7 @@ class Client:
 
         def send_row(row: int, kind: str) -> None:
             target, pool = targets[models[row]], self._requests[models[row]]
-            prepared = pool[row % len(pool)] if target.prompts is None else self._prompt(row)
+            prepared = pool[row % len(pool)] if target.made is None else self._made(row)
             pending.add(row)
             now_ms = columns.sent_ms[row] = (now() - origin) * 1000.0
             counts[kind] += 1
@@ -243,14 +245,17 @@ class Client:
         self._sender.close()
         return ClientReport(columns.records(), errors)
 
-    def _prompt(self, row: int) -> Any:
-        """Return the request of a model that generates, as the sender prepared it."""
+    def _made(self, row: int) -> Any:
+        """Return a request whose body is made for it, as the sender prepared it."""
         load, tokens = self._job.load, self._job.load.tokens
         target = self._job.targets[load.model_index[row]]
-        assert target.prompts is not None
-        assert tokens is not None
-        lengths = int(tokens.prompt[row]), int(tokens.output[row])
-        return self._prepared(target, target.prompts.body(int(load.number[row]), *lengths))
+        assert target.made is not None
+        if target.slo is not None and tokens is not None:
+            lengths = [int(tokens.prompt[row]), int(tokens.output[row])]
+        else:
+            assert load.sizes is not None
+            lengths = load.sizes[row].tolist()
+        return self._prepared(target, target.made.body(int(load.number[row]), *lengths))
 
     def _prepared(self, target: ModelTarget, body: Body) -> Any:
         slo_ms = target.slo_ms if target.slo is None else target.slo.ttft_ms

@@ -119,6 +119,16 @@ def _goodput(run: Run, styles: Styles) -> Iterator[Figure]:
     shares = {name: model["attainment"] for name, model in models.items()}
     notes = {n: "nothing offered" if part is None else f"{100 * part:.2f} % in time" for n, part in shares.items()}
     yield Figure("What became of the requests", _outcomes(models, notes), "Outcome of every request by model")
+    by_size = {f"{name}, {_up_to(row)}": row for name, model in models.items() for row in model.get("by_size", ())}
+    if by_size:
+        notes = {label: f"{row['goodput_rps']:.1f} rps in time" for label, row in by_size.items()}
+        yield Figure("By size class", _outcomes(by_size, notes), "Outcome of every request by size class")
+
+
+def _up_to(row: Mapping[str, Any]) -> str:
+    if row["sizes"] is None:
+        return "larger"
+    return ", ".join(f"{name} up to {size}" for name, size in row["sizes"].items())
 
 
 def _outcomes(rows: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) -> Bars:

@@ -1,10 +1,12 @@
 """Request bodies in the binary or the JSON tensor form, the user's own files, or prompts. Bodies of tensors are made
-once from a model's metadata, and clients send them in turn; a prompt is made for each request, as long as it has to be.
+once from a model's metadata, and clients send them in turn; a prompt, or a body whose inputs vary in size, is made for
+each request, as large as it has to be.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +23,8 @@ _STARTS = 4096  # format: of our prompts: places where they begin; more would on
 _LARGEST_TOKEN = 20_000  # format: of our prompts: tokens below the vocabulary of every model in the catalogue
 
 
-FIXED: Sequence[Mapping[str, int]] = ({},) * 8  # format: of our bodies: their number where shapes are fixed
-
-
-def make_bodies(
-    metadata: Mapping[str, Any],
-    generator: np.random.Generator,
-    *,
-    binary: bool = True,
-    sizes: Sequence[Mapping[str, int]] = FIXED,
-) -> list[Body]:
-    """Return bodies of one sample each: one for each of `sizes`, by default eight, and not many more than 64 MiB.
+def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
+    """Return eight bodies, one sample each.
 
     Floats are standard normal, as normalised images are. Whole numbers are token ids, in BYTES written as text. An
     input with `mask` in its name is all ones.
@@ -40,46 +33,49 @@ def make_bodies(
         metadata: the server's answer to GET /v2/models/{model}.
         generator: source of randomness.
         binary: tensors are raw bytes behind a JSON header; False: JSON numbers, which cost both sides far more.
-        sizes: of every body, by name, for a model whose inputs vary in shape.
 
     Raises:
-        InvalidInputError: an input has a datatype, or a size that `sizes` does not have.
+        InvalidInputError: an input has a datatype that cannot be generated, or varies in size.
     """
     inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
-    bodies: list[Body] = []
-    for own in sizes:
-        if len(bodies) >= len(FIXED) and sum(len(body.data) for body in bodies) > _MOST_BODY_BYTES:
-            break
-        described: list[dict[str, Any]] = []
-        parts: list[bytes] = []
-        for tensor in inputs:
-            is_bytes = tensor["datatype"] == "BYTES"
-            dtype = "int64" if is_bytes else DATATYPES.get(tensor["datatype"])
-            named = tensor.get("dimensions") or [None if each == -1 else each for each in tensor["shape"]]
-            shape = [1 if each is None else own.get(each, -1) if isinstance(each, str) else each for each in named]
-            if dtype is None or any(size < 0 for size in shape):
-                raise InvalidInputError(
-                    f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {named}) cannot be "
-                    "generated. Only numbers and BYTES are, of fixed shapes or of the model's `sizes` in the workload."
+    typed = [(tensor, _dtype(metadata["name"], tensor), _shape(metadata["name"], tensor, {})) for tensor in inputs]
+    drawn = ([_values(tensor["name"], dtype, shape, generator) for tensor, dtype, shape in typed] for _ in range(8))
+    return [_body(inputs, values, binary=binary) for values in drawn]
+
+
+class SizedBodies:
+    """Bodies of a model whose inputs vary in size, one sample each. Each input is a piece of one long random tensor, so
+    that the bodies of all sizes together take the memory of the largest."""
+
+    def __init__(
+        self, metadata: Mapping[str, Any], most: Mapping[str, int], generator: np.random.Generator, *, binary: bool
+    ) -> None:
+        """Draw the tensors. Arguments and errors are those of `make_bodies`; `most` has the largest size that a body
+        will have, by name, in the order of `body`."""
+        self._model, self._names, self._binary = metadata["name"], tuple(most), binary
+        self._inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
+        self._long: list[np.ndarray[Any, Any]] = []
+        for tensor in self._inputs:
+            dtype, elements = _dtype(self._model, tensor), math.prod(_shape(self._model, tensor, most))
+            if elements * dtype.itemsize > _MOST_BODY_BYTES:
+                raise refused(
+                    f"models.{self._model}.sizes",
+                    ", ".join(f"{name}: {size}" for name, size in most.items()),
+                    f"makes '{tensor['name']}' larger than the {_MOST_BODY_BYTES >> 20} MiB that a gateway takes",
+                    "Give the sizes a smaller `most`.",
                 )
-            values = _values(tensor["name"], np.dtype(dtype), shape, generator)
-            entry: dict[str, Any] = {"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape}
-            texts = [str(value) for value in values.ravel().tolist()] if is_bytes else []
-            if binary:
-                data = pack_elements(text.encode() for text in texts) if is_bytes else values.tobytes()
-                entry["parameters"] = {"binary_data_size": len(data)}
-                parts.append(data)
-            else:
-                entry["data"] = texts if is_bytes else values.ravel().tolist()
-            described.append(entry)
-        if not binary:
-            text = json.dumps({"inputs": described}, separators=(",", ":")).encode()
-            bodies.append(Body(text))
-            continue
-        document = {"inputs": described, "parameters": {"binary_data_output": True}}
-        text = json.dumps(document, separators=(",", ":")).encode()
-        bodies.append(Body(text + b"".join(parts), len(text)))
-    return bodies
+            self._long.append(_values(tensor["name"], dtype, [elements + _STARTS], generator))
+
+    def body(self, number: int, *sizes: int) -> Body:
+        """Return the body of request `number` of a run."""
+        by_name = dict(zip(self._names, sizes, strict=False))
+        start = _start(number)
+        shapes = [_shape(self._model, tensor, by_name) for tensor in self._inputs]
+        pieces = [
+            long[start : start + math.prod(shape)].reshape(shape)
+            for long, shape in zip(self._long, shapes, strict=True)
+        ]
+        return _body(self._inputs, pieces, binary=self._binary)
 
 
 class Prompts:
@@ -102,8 +98,7 @@ class Prompts:
 
     def body(self, number: int, prompt_tokens: int, output_tokens: int) -> Body:
         """Return the body of request `number` of a run, which is also the seed of its answer."""
-        # Paper: Knuth's multiplicative hash, so that neighbours begin far apart.
-        start = number * 2_654_435_761 % _STARTS
+        start = _start(number)
         question = {
             "model": self._model,
             "max_tokens": output_tokens,
@@ -137,6 +132,60 @@ def read_bodies(path: str, hooks: str | None) -> list[Body]:
     if not bodies:
         raise refused("--body", path, "is a folder without files", "Put one file there for each body.")
     return bodies
+
+
+def _start(number: int) -> int:
+    """Return where request `number` of a run begins in a long text or tensor. Neighbours begin far apart."""
+    return number * 2_654_435_761 % _STARTS  # paper: Knuth's multiplicative hash
+
+
+def _dtype(model: str, tensor: Mapping[str, Any]) -> np.dtype[Any]:
+    dtype = "int64" if tensor["datatype"] == "BYTES" else DATATYPES.get(tensor["datatype"])
+    if dtype is None:
+        raise _cannot_be_generated(model, tensor)
+    return np.dtype(dtype)
+
+
+def _shape(model: str, tensor: Mapping[str, Any], sizes: Mapping[str, int]) -> list[int]:
+    """Return the shape of one sample with these sizes, with a batch dimension of 1 where the tensor has one."""
+    shape = [1 if each is None else sizes.get(each, -1) if isinstance(each, str) else each for each in _named(tensor)]
+    if any(size < 0 for size in shape):
+        raise _cannot_be_generated(model, tensor)
+    return shape
+
+
+def _named(tensor: Mapping[str, Any]) -> list[int | str | None]:
+    """Return the dimensions of a tensor: numbers, names of sizes, and None for the batch."""
+    return tensor.get("dimensions") or [None if each == -1 else each for each in tensor["shape"]]
+
+
+def _cannot_be_generated(model: str, tensor: Mapping[str, Any]) -> InvalidInputError:
+    return InvalidInputError(
+        f"input '{tensor['name']}' of '{model}' ({tensor['datatype']} {_named(tensor)}) cannot be generated. "
+        "Only numbers and BYTES are, of fixed shapes or of sizes that the server names."
+    )
+
+
+def _body(inputs: Sequence[Mapping[str, Any]], values: Sequence[np.ndarray[Any, Any]], *, binary: bool) -> Body:
+    """Return the body with a value for each input; those of BYTES are numbers, and are written as text."""
+    described: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    for tensor, array in zip(inputs, values, strict=True):
+        is_bytes = tensor["datatype"] == "BYTES"
+        entry: dict[str, Any] = {"name": tensor["name"], "datatype": tensor["datatype"], "shape": [*array.shape]}
+        texts = [str(value) for value in array.ravel().tolist()] if is_bytes else []
+        if binary:
+            data = pack_elements(text.encode() for text in texts) if is_bytes else array.tobytes()
+            entry["parameters"] = {"binary_data_size": len(data)}
+            parts.append(data)
+        else:
+            entry["data"] = texts if is_bytes else array.ravel().tolist()
+        described.append(entry)
+    if not binary:
+        return Body(json.dumps({"inputs": described}, separators=(",", ":")).encode())
+    document = {"inputs": described, "parameters": {"binary_data_output": True}}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return Body(text + b"".join(parts), len(text))
 
 
 def _values(name: str, dtype: np.dtype[Any], shape: list[int], generator: np.random.Generator) -> np.ndarray[Any, Any]:

@@ -136,7 +136,7 @@ def test_what_cannot_be_asked_is_said_before_anything_is_sent() -> None:
 async def run_part(url: str, tpot_ms: float, grace_s: float, *, stops: bool = False) -> ClientReport:
     """Send one request for four tokens, whose stream may take 3 * `tpot_ms`."""
     target = ModelTarget(
-        "w", LONG_MS, (), prompts=Prompts("w", 5, 9, np.random.default_rng(0)), slo=writes(10, tpot_ms).slo
+        "w", LONG_MS, (), made=Prompts("w", 5, 9, np.random.default_rng(0)), slo=writes(10, tpot_ms).slo
     )
     one = make_application_load([writes(10, tpot_ms)], (), 0.01, 0)
     load = replace(one, number=np.array([7]), tokens=RequestTokens(np.array([3]), np.array([4])))

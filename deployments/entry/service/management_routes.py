@@ -4,6 +4,7 @@ documentation."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -145,12 +146,14 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
     @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
     async def metadata(request: Request, model: str) -> dict[str, Any]:
         interface = service.interface(model, named(request))
+        sizes = interface.signature.sizes
         return {
             "name": model,
             "versions": service.versions(model),
             "platform": interface.signature.platform,
             "inputs": [t.metadata() for t in interface.inputs],
             "outputs": [t.metadata() for t in interface.outputs],
+            **({"sizes": {name: asdict(allowed) for name, allowed in sizes.items()}} if sizes else {}),
         }
 
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
 from tenuto.files import parse_json, read_text
+from tenuto.placement.program import SizedLatency
 from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.generation import StepCost
-from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature, lookup, with_pixels
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, SizeRange, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.encoder_files import is_encoder, read_encoder
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks, row_sizes
@@ -70,7 +72,7 @@ class EmulatedExecutor:
             raise InvalidInputError(
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
             )
-        signatures = {member.name: _signature(member) for member in program.members}
+        signatures = {member.name: _signature(member, program.by_size) for member in program.members}
         tables = {tuple(each.sizes.values()): _table(program, each.latency, batch_sizes) for each in program.by_size}
         names = tuple(program.by_size[0].sizes) if program.by_size else ()
         by_size = {sizes: tables[sizes] for sizes in in_order(tables)}
@@ -234,9 +236,9 @@ _PLAIN = ModelSignature(
 )
 
 
-def _signature(member: MemberEntry) -> ModelSignature:
+def _signature(member: MemberEntry, by_size: Sequence[SizedLatency]) -> ModelSignature:
     """Return `inputs`/`outputs` given in the workload's options, else those of the catalogue or of a sentence encoder's
-    folder, else one number in and out."""
+    folder, else one number in and out; of a model planned by size, numbers in up to its largest sizes."""
     options = member.options
     if "inputs" in options and "outputs" in options:
         given = {"kind": "tensor", **{key: options[key] for key in _TOLD if key in options}}
@@ -256,4 +258,8 @@ def _signature(member: MemberEntry) -> ModelSignature:
     try:
         return with_pixels(lookup(member.source or member.name).signature, preferred=False)
     except InvalidInputError:
-        return _PLAIN
+        if not by_size:
+            return _PLAIN
+        sizes = {name: SizeRange(max(each.sizes[name] for each in by_size)) for name in by_size[0].sizes}
+        numbers = replace(_PLAIN.inputs[0], shape=tuple(sizes), pad=0.0)
+        return replace(_PLAIN, inputs=(numbers,), sizes=sizes)

@@ -18,7 +18,7 @@ from tenuto.deployments.entry.service.planned_model import ModelInterface
 from tenuto.deployments.entry.service.python_handle import TenutoHandle
 from tenuto.deployments.wire.tensors import most_row_bytes
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.senders.payloads import make_bodies
+from tenuto.loadgen.senders.payloads import SizedBodies, make_bodies
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, TensorSignature
 from tests.deployments.entry.test_bytes import Served
@@ -120,11 +120,12 @@ async def test_metadata_says_which_dimensions_vary(served: Served) -> None:
     assert [each["shape"] for each in said["inputs"]] == [[-1, -1], [2, -1, 3], []]
     assert [each["shape"] for each in said["outputs"]] == [[-1, -1, 2], [2, -1, 3]]
     assert [each.get("dimensions") for each in said["inputs"]] == [[None, "tokens"], None, None]
-    sizes = [{"tokens": tokens} for tokens in (2, 9, 50)]
-    for body, own in zip(make_bodies(said, np.random.default_rng(0), binary=False, sizes=sizes), sizes, strict=True):
-        answer = await served.client.post("/v2/models/m/infer", content=body.data)
-        assert answer.json()["outputs"][0]["shape"] == [1, own["tokens"], 2]
-    with pytest.raises(InvalidInputError, match=r"INT64 \[None, 'tokens'\]\) cannot be generated.*`sizes`"):
+    assert said["sizes"] == {"tokens": {"least": 2, "most": 50, "multiple": 1}}
+    bodies = SizedBodies(said, {"tokens": 50}, np.random.default_rng(0), binary=False)
+    for number, tokens in enumerate((2, 9, 50)):
+        answer = await served.client.post("/v2/models/m/infer", content=bodies.body(number, tokens).data)
+        assert answer.json()["outputs"][0]["shape"] == [1, tokens, 2]
+    with pytest.raises(InvalidInputError, match=r"INT64 \[None, 'tokens'\]\) cannot be generated.*sizes"):
         make_bodies(said, np.random.default_rng(0))
     configured = (await served.client.get("/v2/models/m/config")).json()
     assert [each["dims"] for each in configured["input"]] == [[-1], [2, 3], []]
@@ -144,13 +145,6 @@ async def test_metadata_says_which_dimensions_vary(served: Served) -> None:
 def test_other_shapes_are_refused_by_the_name_of_what_is_wrong(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(BadRequestError, match=said):
         reader().read(json.dumps({"inputs": described(arrays(5) | changed)}).encode())
-
-
-def test_bodies_of_large_requests_are_fewer() -> None:
-    said = {"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, -1], "dimensions": [None, "n"]}]}
-    sizes = [{"n": 2 << 20}] * 64
-    assert len(make_bodies(said, np.random.default_rng(0), sizes=sizes)) == 8  # of 8 MiB each
-    assert len(make_bodies(said, np.random.default_rng(0), sizes=[{"n": 3}] * 64)) == 64
 
 
 def signature(**more: Any) -> ModelSignature:
