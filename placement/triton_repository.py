@@ -1,8 +1,8 @@
 """A model repository of Triton Inference Server as a workload.
 
-Each folder of a repository is a model: `config.pbtxt` describes it, and numbered folders hold its versions. ONNX files
-and exported programs become models of the workload, ensembles become applications. Of everything else a note says
-what would have to be done. The messages of `config.pbtxt` come with the package `tritonclient`.
+Each folder of a repository is a model: `config.pbtxt` describes it, and numbered folders hold its versions. ONNX files,
+exported programs and TorchScript become models of the workload, ensembles become applications. Of everything else a
+note says what would have to be done. The messages of `config.pbtxt` come with the package `tritonclient`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _FILES = {  # by backend, the file of a version where the configuration names no
     "python": "model.py",
 }
 _CURES = {  # by backend, how a model that is not served becomes one that is
-    "pytorch": "TorchScript is not served: write the network by torch.export.save (.pt2) or torch.onnx.export (.onnx)",
     "tensorrt": "an engine of TensorRT is not served: give the ONNX file it was built from, with `runtime: tensorrt`",
     "tensorflow": "TensorFlow is not served: convert it with tf2onnx",
     "openvino": "OpenVINO is not served: give the ONNX file it was made from",
@@ -165,8 +164,13 @@ def _add_model(imported: RepositoryImport, folder: Path, config: Any, rate_rps: 
         options["labels"] = labels
     if any(each.name == "tensorrt" for each in config.optimization.execution_accelerators.gpu_execution_accelerator):
         options["runtime"] = "tensorrt"
-    if config.max_batch_size == 0 and config.input and config.output:
-        options["shapes"] = {each.name: _shape(each) for each in (*config.input, *config.output)}
+    is_script = any(file.suffix == ".pt" for file in files.values())
+    if config.input and config.output and (is_script or config.max_batch_size == 0):
+        front = ["batch"] if config.max_batch_size > 0 else []
+        tensors = (*sorted(config.input, key=_place), *sorted(config.output, key=_place))
+        options["shapes"] = {each.name: front + _shape(each) for each in tensors}
+        if is_script:
+            options["types"] = {each.name: _dtype(each) for each in tensors}
     timeout_us = config.dynamic_batching.default_queue_policy.default_timeout_microseconds
     for version, file in files.items():
         entry: dict[str, Any] = {"name": versioned(name, version.name), "source": str(file), "rate_rps": rate_rps}
@@ -184,7 +188,7 @@ def _file_of(version: Path, config: Any, backend: str) -> Path:
     named = config.default_model_filename or _FILES.get(backend, "")
     file = (version / named).resolve() if named else version
     if not named or (not file.exists() and not config.default_model_filename):
-        others = sorted(each for each in version.iterdir() if each.suffix in (".onnx", ".pt2"))
+        others = sorted(each for each in version.iterdir() if each.suffix in (".onnx", ".pt2", ".pt"))
         file = others[0].resolve() if others else file
     if file.is_dir():  # with external data, Triton takes a folder that holds the file
         file = file / "model.onnx"
@@ -204,11 +208,25 @@ def _why_left_out(config: Any, backend: str, files: Mapping[Path, Path]) -> str 
         return f"its input '{optional[0]}' is optional: write a network that always takes it"
     for version, file in files.items():
         named = backend or _backend_of_file(file.name) or "unknown"
-        if named not in ("onnxruntime", "pytorch") or file.suffix == ".pt":
+        if named not in ("onnxruntime", "pytorch") or file.suffix not in (".onnx", ".pt2", ".pt"):
             return _CURES.get(named, f"its backend '{named}' is not served: write the network as ONNX")
         if not file.is_file():
             return f"version {version.name} has no file {file.name}"
+        if file.suffix == ".pt" and not (config.input and config.output):
+            return "TorchScript names no shapes: give `input` and `output` in its config.pbtxt"
     return None
+
+
+def _place(tensor: Any) -> int:
+    """Return which argument of TorchScript a tensor is, as Triton writes it: INPUT__0. Others stay in their order."""
+    place = tensor.name.rpartition("__")[2]
+    return int(place) if place.isdecimal() else 0
+
+
+def _dtype(tensor: Any) -> str:
+    """Return numpy's name of a tensor's type: TYPE_FP32 is float32."""
+    name = type(tensor).DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[tensor.data_type].name
+    return str(name).removeprefix("TYPE_").lower().replace("fp", "float").replace("bf16", "bfloat16")
 
 
 def _shape(tensor: Any) -> list[int | str]:

@@ -369,8 +369,8 @@ def is_factory(source: str) -> bool:
 
 
 def is_exported(source: str) -> bool:
-    """Return whether a source names a file that holds a network: a program of `torch.export`, or an ONNX model."""
-    return source.endswith((".pt2", ".onnx"))
+    """Return whether a source names a file that holds a network: of `torch.export`, ONNX, or TorchScript."""
+    return source.endswith((".pt2", ".onnx", ".pt"))
 
 
 def lookup(name_or_source: str) -> CatalogueEntry:
@@ -392,7 +392,7 @@ def lookup(name_or_source: str) -> CatalogueEntry:
         name_or_source,
         "not in the catalogue",
         f"{one_of(name_or_source, known, 'Known:')} A model of your own is written package.module:factory, "
-        "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.",
+        "a local transformers directory by its path, an exported network as FILE.pt2, FILE.onnx or FILE.pt.",
     )
 
 

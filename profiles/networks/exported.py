@@ -1,6 +1,7 @@
-"""Networks that come as a file: a program of `torch.export` (`.pt2`), or an ONNX model (`.onnx`).
+"""Networks that come as a file: a program of `torch.export` (`.pt2`), an ONNX model (`.onnx`), or TorchScript (`.pt`).
 
-A file names its inputs and outputs, their types and their dimensions. Which dimension is the batch follows from these:
+A file names its inputs and outputs, their types and their dimensions; for TorchScript the options do. Which dimension
+is the batch follows from these:
 
 - The first dimension of every input varies, or one name stands in all inputs: a batch of any size.
 - The first dimension of all inputs and outputs is the same number: a batch of this size.
@@ -13,6 +14,7 @@ none, by the names of its tensor and its place: `input_1`. Scalars have no batch
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +53,8 @@ def load_exported(source: str, options: ShapeOptions) -> LoadedModel:
     check_path(source, "source")
     path = Path(source)
     if not path.is_file():
-        raise refused("source", source, "no such file", "Give a local .pt2 or .onnx file.")
-    return _onnx(path, options) if path.suffix == ".onnx" else _exported_program(path, options)
+        raise refused("source", source, "no such file", "Give a local .pt2, .onnx or .pt file.")
+    return {".onnx": _onnx, ".pt": _torchscript}.get(path.suffix, _exported_program)(path, options)
 
 
 def _exported_program(path: Path, options: ShapeOptions) -> LoadedModel:
@@ -93,6 +95,25 @@ def _bounds(allowed: Any) -> SizeRange | None:
         return SizeRange(int(allowed.upper), int(allowed.lower))
     except (OverflowError, TypeError, ValueError):  # infinite
         return None
+
+
+def _torchscript(path: Path, options: ShapeOptions) -> LoadedModel:
+    import torch
+
+    try:
+        with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):
+            module = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
+        schema = module.forward.schema
+    except (RuntimeError, AttributeError, OSError) as error:
+        cure = "Write it by torch.jit.save; weights alone are `weights_path` of a network."
+        raise _unusable(path, error, cure) from error
+    count = sum(not each.has_default_value() for each in schema.arguments) - 1  # the first one is the module
+    if not 1 <= count < len(options.shapes):
+        rule = f"TorchScript names no shapes, and its network takes {count} tensors"
+        cure = "Say them in the options, its inputs first: {shapes: {x: [batch, 3, 224, 224], y: [batch, 1000]}}."
+        raise refused(f"options of {path}: shapes", ", ".join(options.shapes) or None, rule, cure)
+    tensors = [_FileTensor(name, options.types.get(name, "float32"), shape) for name, shape in options.shapes.items()]
+    return LoadedModel(module, _signature(path, tensors[:count], tensors[count:], options, {}))
 
 
 def _onnx(path: Path, options: ShapeOptions) -> LoadedModel:
@@ -141,6 +162,7 @@ def _signature(
             cure = f"Convert it in the network. Served: {', '.join(sorted(set(ONNX_TYPES.values())))}."
             raise refused(f"{path}: {tensor.name}", tensor.dtype, "is no type served here", cure)
     _check_known(path, "shapes", options.shapes, [tensor.name for tensor in (*inputs, *outputs)])
+    _check_known(path, "types", options.types, [tensor.name for tensor in (*inputs, *outputs)])
     _check_known(path, "pad", options.pad, [tensor.name for tensor in inputs])
     names: dict[str, str] = {}
     shapes = {t.name: tuple(_named(t, options.shapes.get(t.name), names)) for t in (*inputs, *outputs)}
@@ -160,7 +182,7 @@ def _signature(
     ]
     taken, given = made[: len(inputs)], made[len(inputs) :]
     sizes = _sizes(path, taken, options, {names.get(symbol, symbol): allowed for symbol, allowed in ranges.items()})
-    platform = "onnx" if path.suffix == ".onnx" else "torch.export"
+    platform = {".onnx": "onnx", ".pt": "torchscript"}.get(path.suffix, "torch.export")
     signature = ModelSignature("tensor", tuple(taken), tuple(given), platform=platform, sizes=sizes, batch=batch)
     if options.pad and sizes and not signature.padded_sizes:
         unknown = [

@@ -45,12 +45,14 @@ class ShapeOptions(StrictModel):
 
     `sizes`: how large each size may be: its `most`, or a range of `least`, `most` and `multiple`. `pad`: the value with
     which an input may be filled up to a longer size. `shapes`: the dimensions of a tensor by name, all of them, with
-    the word `batch` for that of the batch, where the file has no names, other ones, or none of the batch.
+    the word `batch` for that of the batch, where the file has no names, other ones, or none of the batch. `types`: of
+    the tensors of TorchScript, float32 where they are not named; its `shapes` list the inputs first.
     """
 
     sizes: dict[str, SizeRange] = Field(default_factory=dict)
     pad: dict[str, float] = Field(default_factory=dict)
     shapes: dict[str, tuple[int | str, ...]] = Field(default_factory=dict)
+    types: dict[str, str] = Field(default_factory=dict)
 
     @field_validator("sizes", mode="before")
     @classmethod

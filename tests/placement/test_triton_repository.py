@@ -85,6 +85,23 @@ def test_a_model_without_a_batch_says_its_whole_shape(tmp_path):
     assert any("sizes" in note.text for note in repository.notes)
 
 
+def test_torchscript_has_the_shapes_and_types_of_its_configuration_inputs_first(tmp_path):
+    config = (
+        'platform: "pytorch_libtorch"\nmax_batch_size: 4\n'
+        'input [{ name: "MASK__1" data_type: TYPE_INT64 dims: [-1] },\n'
+        '{ name: "IN__0" data_type: TYPE_FP16 dims: [8] }]\n'
+        'output [{ name: "OUT__0" data_type: TYPE_FP32 dims: [2] }]\n'
+    )
+    add(tmp_path, "m", config, "1/model.pt")
+    options = read_repository(tmp_path, rate_rps=1.0, slo_ms=9.0).models[0]["options"]
+    assert list(options["shapes"].items()) == [
+        ("IN__0", ["batch", 8]),
+        ("MASK__1", ["batch", "MASK__1_0"]),
+        ("OUT__0", ["batch", 2]),
+    ]
+    assert options["types"] == {"IN__0": "float16", "MASK__1": "int64", "OUT__0": "float32"}
+
+
 def test_a_model_without_configuration_is_taken_by_its_file(tmp_path):
     add(tmp_path, "plain", None, "1/model.onnx")
     add(tmp_path, "program", 'backend: "pytorch"', "1/model.pt2")
@@ -103,7 +120,7 @@ def test_a_model_without_configuration_is_taken_by_its_file(tmp_path):
     [
         ('backend: "python"', "model.py", "package.module:factory"),
         ('platform: "tensorflow_savedmodel"', "model.savedmodel/saved_model.pb", "tf2onnx"),
-        ('platform: "pytorch_libtorch"', "model.pt", "torch.export"),
+        ('platform: "pytorch_libtorch"', "model.pt", "config.pbtxt"),
         ('platform: "tensorrt_plan"', "model.plan", "runtime: tensorrt"),
         ('backend: "mine"', "model.bin", "backend 'mine'"),
         (ONNX + "sequence_batching { }", "model.onnx", "states as inputs and outputs"),
