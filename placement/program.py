@@ -50,6 +50,7 @@ class Replica(StrictModel):
     latency_rule: ShareRule = "measured"  # where the latency on the share comes from
     # Of a model whose requests vary in size: l(b) by what batches are padded to. `latency` is the mean over what comes.
     by_size: tuple[SizedLatency, ...] = ()
+    pads: bool = True  # whether requests of one size may be padded to a larger one
     # Of a model that generates, in place of `latency`: what its steps cost, and the tokens that it has memory for.
     steps: StepCost | None = None
     kv_tokens: Annotated[int, Field(ge=1)] | None = None

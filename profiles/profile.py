@@ -80,6 +80,7 @@ class ModelProfile(StrictModel):
     network: str | None = None  # source of the measured network, if the row's own name does not say it
     options: dict[str, Any] = Field(default_factory=dict)  # the model's options when measured, such as sequence_length
     run: dict[str, Any] | None = None  # all options of how it was run when measured; None: not known
+    pads: bool = True  # whether requests that vary in size can be padded to a larger one
 
     @model_validator(mode="after")
     def _same_sizes(self) -> ModelProfile:

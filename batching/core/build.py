@@ -5,7 +5,7 @@ Two ways: from a plan, gpu-let by gpu-let; or Symphony's plain setting, in which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
 from tenuto.batching.core.system import (
@@ -43,7 +43,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
         meet.
     """
-    models = _models(plan.models, provided_rps(plan), _size_classes(plan))
+    apart = {replica.name for gpulet in plan.gpulets for replica in gpulet.models if not replica.pads}
+    models = _models(plan.models, provided_rps(plan), _size_classes(plan), apart)
     programs = _programs(plan, models)
     index: dict[str, list[int]] = {}  # of a model with size classes several
     for position, scheduled in enumerate(programs):
@@ -131,9 +132,13 @@ def _steps_of(program: Program, names: Sequence[str], sizes: Sizes) -> tuple[flo
 
 
 def _models(
-    specs: Sequence[ModelSpec], room_rps: Mapping[str, float], classes: Mapping[str, Sequence[Sizes]]
+    specs: Sequence[ModelSpec],
+    room_rps: Mapping[str, float],
+    classes: Mapping[str, Sequence[Sizes]],
+    apart: Container[str] = (),
 ) -> tuple[Model, ...]:
-    """Return the models, each size class of one by itself with its part of the rate."""
+    """Return the models, each size class of one by itself with its part of the rate. Classes of those `apart` do not
+    join each other."""
     models = []
     for spec in specs:
         mine, room = classes.get(spec.name, ()), room_rps.get(spec.name)
@@ -148,6 +153,7 @@ def _models(
                 spec.longest_hold_ms,
                 None if room is None else room * part,
                 sizes,
+                spec.name not in apart,
             )
             models.append(model)
     return tuple(models)
@@ -205,7 +211,9 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
         for spec in workload.models
         if spec.sizes
     }
-    models = _models(workload.models, {}, classes)
+    kinds = [(spec, gpu_type) for spec in workload.models for gpu_type in cluster.gpu_types]
+    apart = {spec.name for spec, gpu_type in kinds if not profile_by_size(spec, gpu_type, profiles).pads}
+    models = _models(workload.models, {}, classes, apart)
     by_type: dict[str, dict[int, Host]] = {gpu_type: {} for gpu_type in cluster.gpu_types}
     for gpu_type, hosts in by_type.items():
         for position, model in enumerate(models):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.planning.judging import Judged, Worth
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -84,7 +84,7 @@ class Trials:
             stop=is_hopeless,
             tokens=self._tokens,
             slos=self._slos,
-            sizes=self._sizes,
+            sizes=None if self._sizes is None else self._covered(self._sizes, system),
         )
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
@@ -111,6 +111,17 @@ class Trials:
                 prompts[mine] = generates.prompt_tokens.draw(int(mine.sum()), draws)
                 outputs[mine] = generates.output_tokens.draw(int(mine.sum()), draws)
         return RequestTokens(prompts, outputs)
+
+    def _covered(self, sizes: NDArray[np.int64], system: System) -> NDArray[np.int64]:
+        """Return sizes of requests, those that are larger than every size class as large as the largest: no plan can
+        serve more of them, and each plan says so."""
+        covered = sizes.copy()
+        for place, classes in enumerate(system.classes_of):
+            known = [system.models[model].sizes for model in classes]
+            if known[-1]:
+                mine = self.index == place
+                covered[mine, : len(known[-1])] = np.minimum(covered[mine, : len(known[-1])], np.max(known, axis=0))
+        return covered
 
     def _request_sizes(self) -> NDArray[np.int64]:
         """Return the sizes of each request, in the order of the workload."""

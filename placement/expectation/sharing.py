@@ -97,7 +97,7 @@ class Sharing:
             try:
                 latency = on.cut(share_pct, replica.batch_size)
                 update["latency_rule"] = on.rule(share_pct)
-                update["by_size"] = on.by_size(share_pct, replica.batch_size)
+                update |= {"by_size": on.by_size(share_pct, replica.batch_size), "pads": on.profile.pads}
             except MissingProfileError:
                 pass  # only the policy's figures exist
             update["latency"] = latency

@@ -28,10 +28,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Built:
-    """The model is on its device. `run` has all options of how it is run."""
+    """The model is on its device. `run` has all options of how it is run. `pads`: its inputs can be padded."""
 
     weights_mib: float
     run: Mapping[str, Any] = field(default_factory=dict)
+    pads: bool = True
     event: Literal["built"] = "built"
 
 

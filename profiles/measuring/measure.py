@@ -172,14 +172,14 @@ def measure_model(
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
-    run = before.run if before else None
+    run, pads = (before.run, before.pads) if before else (None, True)
     for event in _all_events(replace(request, known=known), shares):
         match event:
             case Machine():
                 machine = event
                 on_machine(event)
             case Built():
-                weights_mib, run = event.weights_mib, dict(event.run)
+                weights_mib, run, pads = event.weights_mib, dict(event.run), event.pads
             case ContextSize():
                 context_mib = max(event.mib, context_mib or 0.0)
             case PointMeasured():
@@ -206,6 +206,7 @@ def measure_model(
         network=request.source,
         options=dict(request.options),
         run=run or None,
+        pads=pads,
         weights_mib=None if weights_mib is None else round(weights_mib, 2),
     )
     return Measurement(request.row, profile, machine, context_mib)

@@ -100,7 +100,9 @@ def measure_points(
     # On fast devices, gpu-lets stream by default. So the measured memory includes room for a second batch.
     streams = cuda_streams(device, overlapping=is_fast_device(device))
     runner = lone_program(request.source, loaded, options, request.batch_sizes, streams)
-    report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data()))
+    signature = loaded.signature
+    pads = signature.padded_sizes >= {*signature.sizes}
+    report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data(), pads))
     budget_s = request.budget_s / max(1, request.left())
     instruments = _Instruments(memory, clock_s, telemetry, record, report)
     unequal: list[str] = []

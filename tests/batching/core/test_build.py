@@ -228,6 +228,9 @@ def test_a_model_whose_requests_vary_has_a_scheduled_program_for_each_size() -> 
     assert [system.place_of(0, (tokens,)) for tokens in (1, 17, 64, 65)] == [0, 1, 2, -1]
     assert system.joint_classes[0] == {1: 1, 2: 2}
     assert system.place_of(1, ()) == 3
+    firm = Plan.from_data(json.loads(json.dumps(plan.to_data()).replace('"by_size"', '"pads": false, "by_size"')))
+    assert firm.to_data()["gpulets"][0]["models"][0]["pads"] is False
+    assert from_plan(firm).joint_classes == {}
 
 
 def test_a_workload_with_sizes_is_simulated_and_reported_by_model(

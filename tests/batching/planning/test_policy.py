@@ -13,7 +13,7 @@ from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.profiles import Profiles
+from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
 THESIS = Profiles([load_shipped("thesis-v100")])
@@ -245,3 +245,18 @@ def test_a_bought_cluster_has_at_most_one_gpu_more_than_a_plan_needs_to_keep_eve
     tried = trials(load, 20_000, seed=7)
     assert tried.run(found).keeps(0.985)
     assert not tried.run(fewer).keeps(0.99)
+
+
+def test_requests_larger_than_any_profiled_size_make_no_plan_larger() -> None:
+    """1.3 % of the requests are refused whatever the plan; the others keep it."""
+    points = [
+        {"batch_size": b, "sizes": {"tokens": n}, "latency_ms": 1.0 + 0.01 * n * b} for n in (16, 64) for b in (1, 8)
+    ]
+    profile = {"name": "p", "gpu_type": "v100", "source": "test", "models": {"a": {"points": points}}}
+    sizes = {"tokens": {"quantiles": {0: 1, 98.7: 64.5, 100: 500}}}
+    plan = planned(
+        workload("a", rate=100.0, slo=50.0, sizes=sizes), v100s(1), Profiles([Profile.model_validate(profile)])
+    )
+    assert plan.expected.goodput_rps == pytest.approx(100.0, rel=0.005)
+    assert not plan.unserved_reasons
+    assert "1.3 % of the requests are larger, and are refused" in plan.expected.assumptions[0]
