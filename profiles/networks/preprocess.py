@@ -167,7 +167,7 @@ def encode_texts(
         InvalidInputError: the tokenizer cannot be read.
     """
     length = spec.sequence_length if (spec.truncate if truncate is None else truncate) else None
-    if spec.tokenizer_path is None:
+    if spec.tokenizer_path is None or not texts:
         return [_hashed(text, spec, length) for text in texts]
     encodings = open_tokenizer(spec.tokenizer_path, length).encode_batch_fast(list(texts))  # lets go of the interpreter
     return [TextTokens(each.ids, each.type_ids) for each in encodings]

@@ -18,6 +18,7 @@ from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
 from tenuto.deployments.entry.protocols.openai_bodies import bad_field
 from tenuto.deployments.wire.tensors import Array, OutputTensor
+from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature, TextInput
 from tenuto.profiles.networks.preprocess import TextTokens, encode_texts, score_of, wrong_tokens
 
@@ -82,12 +83,18 @@ def read_question(body: TextBody, model: str, signature: ModelSignature) -> Text
     """Return what a body asks of a model. Tokenizing takes a while for long texts.
 
     Raises:
-        HttpError: 400 if the model cannot do this, with what to change.
-        InvalidInputError: the model's tokenizer cannot be read.
+        HttpError: 400 if the model cannot do this, with what to change; 503 if its tokenizer cannot be read here.
     """
     text = signature.text
     if text is None or signature.answers == "classes":
         raise HttpError(400, f"'{model}' makes neither embeddings nor scores of texts. Ask /predict/MODEL.")
+    try:
+        return _question(body, model, signature, text)
+    except InvalidInputError as error:  # of the tokenizer, for which no client can do anything
+        raise HttpError(503, str(error)) from None
+
+
+def _question(body: TextBody, model: str, signature: ModelSignature, text: TextInput) -> TextQuestion:
     if not isinstance(body, EmbeddingBody):
         return _pairs(body, model, signature, text)
     if signature.answers != "embedding":

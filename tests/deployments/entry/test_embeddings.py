@@ -17,6 +17,7 @@ import pytest
 from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.wire.tensors import Blocks
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, TextInput, text_signature
+from tenuto.profiles.networks.preprocess import open_tokenizer
 from tests.deployments.entry.test_gateway import Bench
 from tests.instruments.encoders import WORDS, save_tokenizer
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
@@ -226,6 +227,15 @@ async def test_a_refusal_of_the_scheduler_has_openais_form(bench: Bench) -> None
     bench.gpulets["a"].error = "the network failed"
     failed = await bench.client.post("/v1/embeddings", json=body)
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+
+
+async def test_a_tokenizer_that_the_gateway_has_not_is_the_servers_fault(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").unlink()
+    open_tokenizer.cache_clear()
+    answer = await ask(bench, "embeddings", input="cat")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert "Give a tokenizer.json that exists on this node" in answer.json()["error"]["message"]
+    assert vectors(await ask(bench, "embeddings", input=[2, 5, 3])) == [[3.0, 10.0]]  # tokens need none
 
 
 async def test_the_body_is_bounded_however_it_comes(bench: Bench) -> None:
