@@ -208,7 +208,7 @@ class Sharing:
             for rule in _RULES
             if rule in by_rule
         ]
-        lines += [_said_of_sizes(spec, by_size[spec.name]) for spec in plan.models if spec.name in by_size]
+        lines += [describe_sizes(spec, by_size[spec.name]) for spec in plan.models if spec.name in by_size]
         if sliced:
             lines.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
         if unequal:
@@ -219,8 +219,9 @@ class Sharing:
         return lines
 
 
-def _said_of_sizes(spec: ModelSpec, replica: Replica) -> str:
-    """Return what a plan says of a model whose requests vary in size."""
+def describe_sizes(spec: ModelSpec, replica: Replica) -> str:
+    """Return what a plan says of a model whose requests vary in size, and of a replica that knows its latency by
+    size."""
     names = tuple(spec.sizes)
     classes = in_order(tuple(each.sizes[name] for name in names) for each in replica.by_size)
     larger_pct = round(100.0 * (1.0 - sum(size_parts(spec, names, classes))), 2)  # format: of the requests

@@ -10,6 +10,7 @@ from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, 
 from tenuto.cli.tables import print_table
 from tenuto.errors import refused
 from tenuto.placement import Plan
+from tenuto.placement.expectation.sharing import describe_sizes
 from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, explain
 from tenuto.placement.generates import TokenSlo
 
@@ -41,8 +42,11 @@ def command(plan_file: str, models: tuple[str, ...], where: ClusterArguments) ->
 
 
 def _print(explained: Explained, plan: Plan) -> None:
+    sized = {r.name: r for gpulet in plan.gpulets for r in gpulet.models if r.by_size}
     for model in explained.models:
         _print_model(model, plan.model(model.name).slo)
+        if model.name in sized:
+            say(f"  assumes {describe_sizes(plan.model(model.name), sized[model.name])}")
     if explained.growth is not None:
         say(
             f"all rates may grow by {100 * (explained.growth - 1):.0f} %; "

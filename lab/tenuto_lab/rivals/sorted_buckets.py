@@ -16,7 +16,8 @@ from tenuto_lab.rivals.base import RivalQueue, RivalScheduler
 
 class SortedBucketsScheduler(RivalScheduler):
     """The scheduler of that paper, with deadlines: of the buckets, the one with the earliest deadline runs first, and
-    requests are left out that it would answer late. The sizes are the size classes of the system.
+    requests are left out that it would answer late. The sizes are the size classes of the system; requests have one
+    size, by which they can be sorted.
 
     It has no other models in mind: with several models, the one with the earliest deadline is served first.
     """
