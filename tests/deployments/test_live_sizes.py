@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.run_files import describe
@@ -73,7 +75,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.mark.parametrize("executor", ["torch", "emulated"])
-def test_from_a_file_to_goodput(launcher: Launcher, plan: Plan, executor: str) -> None:
+def test_from_a_file_to_goodput(launcher: Launcher, plan: Plan, executor: ExecutorChoice) -> None:
     deployment = Deployment(plan=plan, port=unused_port(), executor=executor, scheduler="deferred")
     bring_up(launcher, deployment.config())
     url = launcher.base_url
@@ -92,6 +94,9 @@ def test_from_a_file_to_goodput(launcher: Launcher, plan: Plan, executor: str) -
     assert [row["sizes"]["tokens"] for row in rows] == [*SIZES]
     assert [row["offered"] for row in rows] == [row["offered"] for row in virtual]
     assert document["models"]["sums"]["ok"] == document["requests"] == len(records) == simulated["models"]["sums"]["ok"]
+    by_handle = run_bench(plan.models, replace(options, via="handle"))
+    assert np.array_equal(by_handle.records.sizes, records.sizes)
+    assert by_handle.summary["models"]["sums"]["ok"] == len(records)
     if executor == "torch":
         check_answers(url, [int(tokens) for tokens in records.sizes[:, 0]])
 
