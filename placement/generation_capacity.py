@@ -7,7 +7,8 @@ A closed form says how many requests per second a gpu-let carries. While b seque
 
 and b / (output * T) requests are answered per second. When some more sequences than b decode, as arrivals have it, T
 may not exceed the SLO's TPOT nor two of the longest steps its TTFT, and all have to fit into the memory beside the
-weights (KV cache). A policy may try the same in virtual time instead. What the models do to each other beside their
+weights (KV cache). Where too few may decode at once for that, requests wait for others to end (Erlang's formula). A
+policy may try the same in virtual time instead. What the models do to each other beside their
 shares is not known: no interference between them is counted.
 """
 
@@ -35,6 +36,8 @@ SPREADS = 4.0
 Simulated at the rate that the closed form gives, 97 % of the requests are in time in the mean; with 3.3, 96 %."""
 BUSY_PART = 0.75
 """fitted with the one before: the part of the highest rate that is planned; at 0.8, 95 % are in time in the mean."""
+LATE_PART = 0.03
+"""derived: the part of requests that may come too late by waiting where few decode at once, as with `SPREADS`."""
 WHOLE = (100,)
 """format: the only share where CUDA MPS is off."""
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
@@ -198,7 +201,34 @@ def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int
             if worst_ms <= slo.tpot_ms and (1 + chunks) * longest <= slo.ttft_ms:
                 possible.append((rate, sequences))
         sequences += max(1, sequences // 16)  # derived: steps of a sixteenth, finer than `_STEP` of trials
-    return max((each for each in possible if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
+    spared = max((each for each in possible if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
+    return max(spared, _carried_by_few(cost, room, generates, slo, prompt, output)) if room > 0 else spared
+
+
+def _carried_by_few(
+    cost: StepCost, room: int, generates: Generates, slo: TokenSlo, prompt: int, output: float
+) -> tuple[float, int]:
+    """Return the same where at most `room` sequences decode at once, and requests that come meanwhile wait.
+
+    The wait for one of them to end is that of M/M/n (Erlang 1917): longer than t for C(n, a) · exp(-(n - a) · t / s) of
+    the requests, with a sequences busy in the mean, each for s.
+    """
+    step_ms, longest, chunks = _step_ms(cost, room, prompt, output, generates.max_batch_tokens)
+    patience_ms, each_ms = slo.ttft_ms - (1 + chunks) * longest, output * step_ms
+    if step_ms > slo.tpot_ms or patience_ms < 0.0:
+        return 0.0, 0
+    busy = BUSY_PART * room
+    while _waiting_part(room, busy) * math.exp(-(room - busy) * patience_ms / each_ms) > LATE_PART:
+        busy *= 0.95  # derived: steps finer than `_STEP` of trials
+    return 1000.0 * busy / each_ms, max(1, round(busy))
+
+
+def _waiting_part(servers: int, busy: float) -> float:
+    """Return Erlang's C: the part of arrivals that find all servers busy, of which `busy` are in the mean."""
+    lost = 1.0
+    for count in range(1, servers + 1):
+        lost = busy * lost / (count + busy * lost)
+    return lost / (1.0 - busy / servers * (1.0 - lost))
 
 
 def carries_alone(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
@@ -379,6 +409,8 @@ def gpulets_of(
                 # More than as many of the longest sequences as run at once would lie idle.
                 blocks = math.ceil(longest / BLOCK_TOKENS) * spec.generates.max_sequences
                 kv_tokens = min(kv_tokens, blocks * BLOCK_TOKENS)
+            if first.type == "cpu" and (most := _most_tokens(spec)):  # everything else on the machine has this memory
+                kv_tokens = min(kv_tokens, max(most, option.generation.longest_context or 0))
             used_mib = round(option.weights_mib + kv_tokens * option.mib_per_token, 3)
         replica = Replica(
             name=spec.name,

@@ -47,6 +47,29 @@ def test_a_tighter_slo_less_memory_and_a_smaller_share_carry_less() -> None:
     assert carried(writes(), whole, 100) == (0.0, 0)
 
 
+@pytest.mark.parametrize("share_pct", [40, 100])
+def test_few_sequences_at_once_carry_less_and_keep_the_slo(share_pct: int) -> None:
+    generation = WRITES.generation
+    assert generation is not None
+    cost, before = generation.cost(share_pct), 0.0
+    for most in (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128):
+        lengths = {"prompt_tokens": 100, "output_tokens": {"lognormal": {"median": 100, "sigma": 0.5}}}
+        spec = writes(generates=lengths | {"max_sequences": most})
+        rate, sequences = carried(spec, cost, 50_000)
+        assert rate > 0.9 * before
+        assert 1 <= sequences <= most
+        assert in_time(spec, [GeneratingHost(cost, 50_000, rate)], rate, (most,)) >= 0.93
+        before = rate
+
+
+def test_a_processor_keeps_no_more_tokens_than_the_longest_requests_have() -> None:
+    small = WRITES.model_copy(update={"weights_mib": 1000.0})
+    cpu = Profile(name="p", source="made up", gpu_type="cpu", models={"writes": small})
+    spec = writes(generates={"prompt_tokens": 100, "output_tokens": 60, "max_sequences": 20})
+    plan = solve(TenutoPolicy(requests=200), Workload(models=(spec,)), Cluster.parse("cpu:1"), Profiles((cpu,)))
+    assert plan.gpulets[0].models[0].kv_tokens == 20 * 160
+
+
 def test_what_a_trial_finds_holds_for_other_arrivals_and_not_for_twice_the_rate() -> None:
     generation = WRITES.generation
     assert generation is not None
