@@ -13,6 +13,7 @@ from tenuto.batching.core.system import System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.running import Life, RunningSystem
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 from tests.instruments.plans import make_plan
@@ -165,3 +166,35 @@ def test_what_cannot_start_is_broken_and_the_others_serve() -> None:
     look = system.observe()
     assert look.broken == {"n0/1/a": "no such weights"}
     assert look.ended[0, Outcome.OK] == len(load[0])
+
+
+def sized_plan(*grid: int) -> Plan:
+    """One gpu-let for model `a`, profiled at these sizes."""
+    by_size = [{"sizes": {"tokens": n}, "latency": {"points": {b: 1.0 + 0.01 * n * b for b in (1, 8)}}} for n in grid]
+    plan = make_plan({"n0/0/a": (100.0, ["a"])}, models=["a"]).to_data()
+    plan["gpulets"][0]["models"][0] |= {"batch_size": 8, "by_size": by_size}
+    plan["models"] = [{"name": "a", "rate_rps": 100, "slo_ms": 50, "sizes": {"tokens": {"quantiles": {0: 1, 100: 90}}}}]
+    return Plan.from_data(plan)
+
+
+def test_requests_go_to_the_size_classes_of_the_plan_that_stands() -> None:
+    """The second plan covers fewer sizes: from then on larger requests are refused, and no others."""
+    times, index = arrivals([100.0], 8.0)
+    sizes = np.random.default_rng(3).integers(1, 91, (len(times), 1))
+    wide, narrow = sized_plan(16, 100), sized_plan(8, 32, 64)
+    system = RunningSystem(
+        ["a"], [50.0], times, index, lambda made: make_scheduler("deferred", made), life=AT_ONCE, sizes=sizes
+    )
+    system.apply(wide)
+    system.advance(4000.0)
+    system.apply(narrow)
+    counts = ended(system)[0]
+    larger = int(((sizes[:, 0] > 64) & (times > 4000.0)).sum())
+    assert larger <= counts[Outcome.REJECTED] + counts[Outcome.FAILED] <= larger + 2  # two may wait while it changes
+    assert counts[Outcome.OK] == len(times) - counts[1:].sum()
+    assert counts[Outcome.OK] > 0.98 * (len(times) - larger)
+
+
+def test_a_model_with_size_classes_needs_the_sizes_of_its_requests() -> None:
+    with pytest.raises(InvalidInputError, match="give the sizes of all requests"):
+        running(sized_plan(16, 100), arrivals([100.0], 1.0))
