@@ -195,7 +195,7 @@ def input_blocks(
     blocks: Blocks = {}
     named = [dict(zip(signature.sizes, each, strict=True)) for each in sizes]
     for tensor in signature.inputs:
-        shapes = [(1, *tensor.at(each).fixed_shape) for each in named] or [(1, *tensor.fixed_shape)] * rows
+        shapes = [(1, *tensor.shape_at(each)) for each in named] or [(1, *tensor.fixed_shape)] * rows
         mine = zip(itertools.islice(parts, rows), shapes, strict=True)
         if tensor.dtype == BYTES:
             blocks[tensor.name] = [_objects(part.data, shape) for part, shape in mine]

@@ -105,6 +105,10 @@ class TensorSignature:
         """Return the tensor in a request of these sizes; names of other sizes stay names."""
         return replace(self, shape=tuple(sizes.get(d, d) if isinstance(d, str) else d for d in self.shape))
 
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of an input in a request of these sizes."""
+        return tuple([sizes[d] if isinstance(d, str) else d for d in self.shape])
+
     def takes(self, shape: Sequence[int]) -> bool:
         """Whether a request may have this shape, as far as it is fixed."""
         fixed = zip(self.shape, shape, strict=False)
@@ -214,6 +218,13 @@ class ModelSignature:
         firm = {d for t in self.inputs if t.pad is None for d in t.shape}
         known = all(d in self.sizes for t in self.outputs for d in t.shape if type(d) is str)
         return frozenset(self.sizes) - firm if known else frozenset()
+
+    @cached_property
+    def size_places(self) -> tuple[tuple[int, int], ...]:
+        """Where each size is first named: the number of an input, and of a dimension of it."""
+        places = [(d, (at, axis)) for at, tensor in enumerate(self.inputs) for axis, d in enumerate(tensor.shape)]
+        first = dict(reversed(places))
+        return tuple(first[name] for name in self.sizes)
 
     def sizes_of(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return the sizes of a request from the shapes of its inputs, without batch dimensions.

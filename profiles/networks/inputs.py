@@ -27,10 +27,11 @@ def as_blocks(arrays: Arrays) -> Blocks:
 
 
 def row_sizes(signature: ModelSignature, blocks: Blocks) -> list[tuple[int, ...]]:
-    """Return the sizes of every row; raises `ValueError` for a shape that is none of the model's."""
+    """Return the sizes of every row, whose shapes were checked when it came."""
     found: list[tuple[int, ...]] = []
+    places = signature.size_places
     for arrays in zip(*(blocks[tensor.name] for tensor in signature.inputs), strict=True):
-        found += [signature.sizes_of([array.shape[1:] for array in arrays])] * len(arrays[0])
+        found += [tuple([arrays[at].shape[axis + 1] for at, axis in places])] * len(arrays[0])
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.errors import refused
-from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 from tenuto.profiles.networks.inputs import Arrays, Blocks, check_range, row_sizes
 
 Array = np.ndarray[Any, Any]
@@ -39,15 +39,9 @@ def shaped_runs(signature: ModelSignature, blocks: Blocks) -> list[ShapedRun]:
 
     Raises:
         InvalidInputError: an integer is outside the model's range.
-        ValueError: a row has a shape that is none of the model's.
     """
     own = row_sizes(signature, blocks)
-    inputs = {
-        t.name: [row.astype(t.dtype, copy=False) for block in blocks[t.name] for row in check_range(t, block)]
-        if t.dtype != "bytes"
-        else [row for block in blocks[t.name] for row in block]
-        for t in signature.inputs
-    }
+    inputs = {t.name: [row for block in blocks[t.name] for row in block] for t in signature.inputs}
     has_batch = any(tensor.axis is not None for tensor in signature.inputs)
     shared = [tensor.name for tensor in signature.inputs if tensor.axis is None] if has_batch else []
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -78,17 +72,19 @@ def _common_sizes(signature: ModelSignature, own: Sequence[tuple[int, ...]]) -> 
 
 
 def _together(tensor: TensorSignature, sizes: dict[str, int], rows: Sequence[Array]) -> Array:
-    """Return one input of a run in the network's layout, padded."""
+    """Return one input of a run in the network's layout, padded; raises `InvalidInputError` for a value that the model
+    does not know."""
+    dtype = object if tensor.dtype == BYTES else np.dtype(tensor.dtype)
     if tensor.axis is None:
-        return np.asarray(rows[0])
-    shape = tensor.at(sizes).fixed_shape
+        return check_range(tensor, np.asarray(rows[0], dtype))
+    shape = tensor.shape_at(sizes)
     if all(row.shape == shape for row in rows):
         whole = np.stack(rows) if len(rows) > 1 else rows[0][None]
     else:
         whole = np.full((len(rows), *shape), 0 if tensor.pad is None else tensor.pad, rows[0].dtype)
         for into, row in zip(whole, rows, strict=True):
             into[tuple(map(slice, row.shape))] = row
-    return np.moveaxis(whole, 0, tensor.axis)
+    return np.moveaxis(check_range(tensor, whole.astype(dtype, copy=False)), 0, tensor.axis)
 
 
 def own_outputs(signature: ModelSignature, runs: Sequence[tuple[ShapedRun, Sequence[Array]]]) -> list[Arrays]:
@@ -98,23 +94,46 @@ def own_outputs(signature: ModelSignature, runs: Sequence[tuple[ShapedRun, Seque
     Raises:
         InvalidInputError: the outputs are not as the signature says.
     """
-    found = {row: outputs for run, arrays in runs for row, outputs in _rows_of(signature, run, arrays)}
+    names = [tensor.name for tensor in signature.outputs]
+    wholes = [_whole(signature, run, arrays) for run, arrays in runs]
+    (run, _), whole = runs[0], wholes[0]
+    if len(runs) == 1 and all(a <= b for a, b in itertools.pairwise(run.rows)) and not _is_cut(signature, run):
+        return [{name: each[: len(run.rows)] for name, each in zip(names, whole, strict=True)}]
+    found = {
+        row: outputs
+        for (run, _), whole in zip(runs, wholes, strict=True)
+        for row, outputs in _rows_of(signature, run, whole)
+    }
     ordered = [found[row] for row in range(len(found))]
     parts = itertools.groupby(ordered, lambda outputs: [array.shape for array in outputs])
-    names = [tensor.name for tensor in signature.outputs]
     return [dict(zip(names, map(np.stack, zip(*rows, strict=True)), strict=True)) for _, rows in parts]
 
 
-def _rows_of(
-    signature: ModelSignature, run: ShapedRun, arrays: Sequence[Array]
-) -> Iterator[tuple[int, tuple[Array, ...]]]:
-    """Yield each row of a run with its own outputs."""
+def _whole(signature: ModelSignature, run: ShapedRun, arrays: Sequence[Array]) -> list[Array]:
+    """Return the outputs of a run with its rows in front."""
     padded = {
         name: size for name, size in zip(signature.sizes, run.sizes, strict=True) if name in signature.padded_sizes
     }
     outputs = zip(signature.outputs, arrays, strict=True)
     count = signature.batch or len(run.rows)
-    whole = [_rows_in_front(tensor.at(padded), array, count) for tensor, array in outputs]
+    return [_rows_in_front(tensor.at(padded), array, count) for tensor, array in outputs]
+
+
+def _is_cut(signature: ModelSignature, run: ShapedRun) -> bool:
+    """Whether an output of a row is smaller than that of the run."""
+    named = {d for tensor in signature.outputs for d in tensor.shape}
+    return any(
+        own[at] < size
+        for at, (name, size) in enumerate(zip(signature.sizes, run.sizes, strict=True))
+        if name in named
+        for own in run.own
+    )
+
+
+def _rows_of(
+    signature: ModelSignature, run: ShapedRun, whole: Sequence[Array]
+) -> Iterator[tuple[int, tuple[Array, ...]]]:
+    """Yield each row of a run with its own outputs."""
     for at, (row, own) in enumerate(zip(run.rows, run.own, strict=True)):
         named = {
             name: size for name, size, padded in zip(signature.sizes, own, run.sizes, strict=True) if size < padded

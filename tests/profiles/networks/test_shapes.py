@@ -288,3 +288,13 @@ def test_what_onnx_runtime_does_not_take_is_refused_with_what_helps(tmp_path: Pa
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(InvalidInputError, match="Its weights lie in files of their own"):
         build(source)
+
+
+def test_texts_vary_in_number_too(tmp_path: Path) -> None:
+    """Strings cannot be padded, so requests with equally many share a run."""
+    text = onnx.TensorProto.STRING
+    shape: Shape = ("batch", "words")
+    source = save(tmp_path, [helper.make_node("Identity", ["x"], ["y"])], {"x": (text, shape)}, {"y": (text, shape)})
+    runner = load(source, sizes={"words": 4})
+    rows = [{"x": np.array([b"%d" % word for word in range(count)], object)} for count in (3, 1, 4, 3)]
+    assert [answer["y"].tolist() for answer in run(runner, rows)] == [row["x"].tolist() for row in rows]
