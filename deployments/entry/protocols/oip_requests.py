@@ -81,11 +81,15 @@ class TensorSpec(TensorSignature):
             raise BadRequestError(f"input '{self.name}' has datatype {datatype!r}; the model takes {taken}.")
         return dtype
 
+    @property
+    def wire_shape(self) -> list[int]:
+        """Its shape as clients are told it: -1 is the batch dimension, or a size that varies."""
+        return [-1 if isinstance(each, str) else each for each in self.whole_shape("n")]
+
     def metadata(self) -> dict[str, Any]:
-        """Return the tensor's entry in the model metadata; -1 is the batch dimension, or a size that varies.
-        `dimensions` then has the names of sizes, null for the batch."""
-        shape = [-1 if isinstance(each, str) else each for each in self.whole_shape("n")]
-        said = {"name": self.name, "datatype": self.datatype, "shape": shape}
+        """Return the tensor's entry in the model metadata. Where sizes vary, `dimensions` has their names, and null for
+        the batch."""
+        said = {"name": self.name, "datatype": self.datatype, "shape": self.wire_shape}
         if not any(isinstance(each, str) for each in self.shape):
             return said
         named: list[int | str | None] = [*self.shape]

@@ -170,16 +170,19 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
         plan = service.dispatching.plan
         hosts = plan.hosts_of(name) if plan is not None else ()
         batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == name), default=0)
+        # Triton's clients read a largest batch of 0 as: shapes are whole, and no batch stands in front of them.
+        in_front = all(t.axis == 0 for t in (*interface.inputs, *interface.outputs))
         return {
             "name": model,
             "platform": interface.signature.platform,
             "backend": "tenuto",
-            "max_batch_size": batch,
+            "max_batch_size": batch if in_front else 0,
             "input": [
-                _config_entry(t) | ({"format": "FORMAT_NCHW"} if interface.signature.image else {})
+                _config_entry(t, is_whole=not in_front)
+                | ({"format": "FORMAT_NCHW"} if interface.signature.image else {})
                 for t in interface.inputs
             ],
-            "output": [_config_entry(t) for t in interface.outputs],
+            "output": [_config_entry(t, is_whole=not in_front) for t in interface.outputs],
         }
 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
@@ -191,13 +194,10 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
         return {"model_stats": [_statistics(name, models[name]) for name in names]}
 
 
-def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
+def _config_entry(tensor: TensorSpec, *, is_whole: bool) -> dict[str, Any]:
     data_type = "TYPE_STRING" if tensor.dtype == BYTES else f"TYPE_{tensor.datatype}"
-    return {
-        "name": tensor.name,
-        "data_type": data_type,
-        "dims": [-1 if isinstance(each, str) else each for each in tensor.shape],
-    }
+    shape = tensor.wire_shape
+    return {"name": tensor.name, "data_type": data_type, "dims": shape if is_whole else shape[1:]}
 
 
 def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:

@@ -38,7 +38,9 @@ class Service:
             raise HttpError(404, f"unknown model '{model}'")
         tensor = TensorSpec("x", "float32", (3,))
         return SimpleNamespace(
-            signature=SimpleNamespace(platform="emulated", image=self.image), inputs=(tensor,), outputs=(tensor,)
+            signature=SimpleNamespace(platform="emulated", image=self.image, sizes={}),
+            inputs=(tensor,),
+            outputs=(tensor,),
         )
 
 

@@ -128,7 +128,8 @@ async def test_metadata_says_which_dimensions_vary(served: Served) -> None:
     with pytest.raises(InvalidInputError, match=r"INT64 \[None, 'tokens'\]\) cannot be generated.*sizes"):
         make_bodies(said, np.random.default_rng(0))
     configured = (await served.client.get("/v2/models/m/config")).json()
-    assert [each["dims"] for each in configured["input"]] == [[-1], [2, 3], []]
+    assert [each["dims"] for each in configured["input"]] == [[-1, -1], [2, -1, 3], []]
+    assert configured["max_batch_size"] == 0
 
 
 @pytest.mark.parametrize(
