@@ -23,11 +23,11 @@ from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.generation_capacity import in_proportion
 from tenuto.placement.placement_constraints import ANYWHERE, asks, bearable, may_lie, prefers
-from tenuto.placement.plan import Expected, Plan, PlannedGpu
+from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.plan_edits import for_workload, with_gpulets, with_the_rest
 from tenuto.placement.planner.batch_growth import enlarge_batches
 from tenuto.placement.planner.change_stages import fits, made_anew
-from tenuto.placement.planner.completion import complete, usage_of
+from tenuto.placement.planner.completion import complete_successor, usage_of
 from tenuto.placement.planner.fault_tolerance import unmet, with_losses
 from tenuto.placement.planner.gpu_matching import fresh_id, gpus_of, match_to_running
 from tenuto.placement.planner.mixed_workloads import plan_anew
@@ -89,21 +89,21 @@ class Candidates:
                 plans.append(Candidate("planned anew", self._matched(anew, self.gpus)))
         with self._faults_noted():
             if self.running.plan.gpulets:
-                running = self._with_larger_batches(for_workload(self.running.plan, self.workload))
-                if running != self.running.plan:
-                    plans.append(Candidate("kept", running))
-                plans += self.incremental(running)
+                running = self.completed(self._with_larger_batches(for_workload(self.running.plan, self.workload)))
+                plans.append(Candidate("kept", running))
+                for how, plan in self.incremental(running):
+                    plans.append(Candidate(how, self.completed(plan)))
         return plans
 
     def incremental(self, running: Plan) -> Iterator[Candidate]:
-        """Yield the plans that leave the gpu-lets of a running plan of the workload where they are."""
+        """Yield the plans that leave the gpu-lets of a running plan of the workload where they are, not completed."""
         missing = self.missing(running)
         how, plan = ("extended", self._extended(running, missing)) if missing else ("trimmed", self.trimmed(running))
         if plan is not None:
             yield Candidate(how, plan)
         if self.asks_for_places:
             gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus)
-            plan = self._arranged(running.model_copy(update={"gpus": gpus}))
+            plan = self.completed(running.model_copy(update={"gpus": gpus}), adds_replicas=True)
             yield Candidate("arranged", self._with_larger_batches(plan))
 
     @contextmanager
@@ -159,9 +159,13 @@ class Candidates:
 
         def planned(rates_rps: Mapping[str, float]) -> Plan:
             models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in self.workload.models)
-            plan = self._policys(self.workload.model_copy(update={"models": models}), cluster)
-            gpus = (*self.gpus, *gpus_of(plan))
-            return enlarge_batches(plan, self.workload, self._task.profiles, gpus)
+            workload = self.workload.model_copy(update={"models": models})
+            plan = self._policys(workload, cluster)
+            larger = enlarge_batches(plan, self.workload, self._task.profiles, (*self.gpus, *gpus_of(plan)))
+            if larger == plan:
+                return plan
+            done = complete_successor(larger, larger, self._as_measured(workload, cluster), parts={}, at_most=0)
+            return self._as_profiled(done, workload).model_copy(update={"notes": plan.notes})
 
         traffic = self.running.traffic
         plan = planned(traffic.upper_rps)
@@ -287,14 +291,16 @@ class Candidates:
         task = self._as_measured(workload, cluster)
         return self._as_profiled(plan_anew(task), workload)
 
-    def _arranged(self, plan: Plan) -> Plan:
-        """Return a plan with replicas added until it serves all and models lie as they ask."""
-        workload = self.workload
-        task = self._as_measured(workload, self._task.cluster.as_cut)
-        bare = for_workload(plan, task.workload).model_copy(update={"expected": Expected(), "notes": ()})
-        unmerged = replace(task, workload=task.workload.model_copy(update={"merge": "off"}))
-        plan = complete(bare, unmerged, parts={spec.name: 1.0 for spec in task.workload.models})
-        return self._as_profiled(plan, workload)
+    def completed(self, plan: Plan, *, adds_replicas: bool = False) -> Plan:
+        """Return a plan near what runs with what follows from it; when it adds replicas, with as many more as it takes
+        to serve all where models ask to lie. What runs goes on with the same GPUs, MPS and streaming."""
+        running, task = self.running.plan, self._as_measured(self.workload, self._task.cluster.as_cut)
+        workload = task.workload.model_copy(update={"mps": running.mps, "streaming": running.streaming})
+        bare = for_workload(plan, workload).model_copy(update={"believed": None})
+        parts = {spec.name: 1.0 for spec in workload.models} if adds_replicas else {}
+        at_most = None if adds_replicas else 0
+        done = complete_successor(bare, running, replace(task, workload=workload), parts=parts, at_most=at_most)
+        return self._as_profiled(done, self.workload).model_copy(update={"gpus": plan.gpus})
 
     def _as_measured(self, workload: Workload, cluster: Cluster) -> PlanTask:
         """Return the task with what batches really take, of models that may lie on the cluster."""

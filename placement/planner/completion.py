@@ -4,6 +4,7 @@ what each loss leaves. Here are also the rules that hold for every plan."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +15,7 @@ from tenuto.placement.expectation.outlook import alike_key, expected_of
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
-from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Believed, Expected, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.planner.fault_tolerance import Trial, not_surviving, with_losses
 from tenuto.placement.planner.replica_placement import PlacementContext, arranged
 from tenuto.placement.planner.task import PlanTask
@@ -85,6 +86,28 @@ def complete(
     plan = _with_expectation(plan, scene, tried)
     check_plan(plan, cluster)
     return plan
+
+
+def complete_successor(
+    plan: Plan, before: Plan, task: PlanTask, *, parts: Mapping[str, float], at_most: int | None
+) -> Plan:
+    """Return a plan that takes the place of another with everything that follows from it, see `complete`. Nothing more
+    is merged.
+
+    Raises:
+        InvalidInputError: the plan breaks a rule; it lists all problems.
+    """
+    expected = Expected() if plan.believed is None else Expected(**plan.believed.model_dump())
+    bare = plan.model_copy(update={"notes": (), "expected": expected})
+    unmerged = replace(task, workload=task.workload.model_copy(update={"merge": "off"}))
+    done = complete(bare, unmerged, parts=parts, at_most=at_most)
+    # A gpu-let with the same models keeps its memory limit (or none): another limit is another process.
+    limits_mib = {(g.id, frozenset(r.name for r in g.models)): g.memory_mib for g in before.gpulets}
+    gpulets = []
+    for gpulet in done.gpulets:
+        key = gpulet.id, frozenset(replica.name for replica in gpulet.models)
+        gpulets.append(gpulet.model_copy(update={"memory_mib": limits_mib.get(key, gpulet.memory_mib)}))
+    return done.model_copy(update={"gpulets": tuple(gpulets)})
 
 
 def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
@@ -278,10 +301,3 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
             Problem("unserved", name, "neither served nor listed as unserved", "This is a fault of the policy.")
         )
     raise_if_any(problems)
-
-
-def nothing_on(cluster: Cluster) -> Plan:
-    """Return a plan in which nothing runs yet."""
-    gpus = () if cluster.elastic else cluster.gpus
-    planned = tuple(PlannedGpu.of(gpu) for gpu in gpus)
-    return Plan(policy=PolicyUsed(name=""), gpus=planned)

@@ -8,8 +8,8 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.placement_constraints import place_problems
-from tenuto.placement.plan import Plan
-from tenuto.placement.planner.completion import complete, nothing_on
+from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.planner.completion import complete
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.rules import measured_otherwise, option_problems
 from tenuto.placement.watch import INTERRUPTED
@@ -39,6 +39,13 @@ def plan_fixed_cost(task: PlanTask) -> Plan:
         }
     )
     return complete(plan, task)
+
+
+def nothing_on(cluster: Cluster) -> Plan:
+    """Return a plan in which nothing runs yet."""
+    gpus = () if cluster.elastic else cluster.gpus
+    planned = tuple(PlannedGpu.of(gpu) for gpu in gpus)
+    return Plan(policy=PolicyUsed(name=""), gpus=planned)
 
 
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> Mapping[str, Mapping[str, ModelOnGpu]]:

@@ -11,11 +11,11 @@ from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import costs_of
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, expected_of
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.plan import Believed, Expected, ExpectedModel, Plan, PlannedGpu
+from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
 from tenuto.placement.plan_edits import for_workload, on_gpus
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import not_ready
-from tenuto.placement.planner.completion import complete
+from tenuto.placement.planner.completion import complete_successor
 from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, unmet
 from tenuto.placement.planner.gpu_matching import match_to_running, renamed
 from tenuto.placement.planner.plan_order import PlanRank
@@ -60,7 +60,7 @@ class _MinimalChange:
         listed = tuple(PlannedGpu.of(gpu) for gpu in gpus if not cluster.elastic or gpu.id in used)
         kept = for_workload(held, task.workload)
         self._kept = kept.model_copy(update={"gpus": listed, "notes": (), "believed": None})
-        self._old, self._held = old, {gpulet.id: gpulet for gpulet in held.gpulets}
+        self._old, self._held = old, held
         self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
         self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, running.promises == "anew"
         self._most_replicas = len(gpus) * len(rates_rps) if at_most is None else at_most
@@ -75,10 +75,9 @@ class _MinimalChange:
             name: (min(IN_FULL, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
         }
         growth = tuple(dict.fromkeys(types.values())) if cluster.elastic else ()
-        unmerged = task.workload.model_copy(update={"merge": "off"})  # merged programs are merged already
         self._losses, self._trial = task.trial, task.trial if task.policy.abilities.tries_plans else None
         runs = replace(running, plan=self._kept, growth=growth)
-        self._task = replace(task, workload=unmerged, trial=None, running=runs)
+        self._task = replace(task, trial=None, running=runs)
         self._source = Candidates(self._task.on(Cluster.of(gpus)))
 
     def best(self) -> Plan:
@@ -125,31 +124,22 @@ class _MinimalChange:
         """Yield a candidate with its expectations, and at most so many more replicas. When the policy promises what
         trials serve, the candidate is tried. Yield nothing when memory limits leave a new process no room."""
         try:
-            done = self._completed(plan, plan.believed, replicas, losses)
+            done = self._completed(plan, replicas, losses)
             served = None if self._trial is None else self._trial(done)
             if served is not None:
                 models = {
                     name: ExpectedModel(goodput_rps=served[name] * self._rates_rps[name])
                     for name in done.expected.models
                 }
-                believed = Expected(goodput_rps=sum(model.goodput_rps for model in models.values()), models=models)
-                done = self._completed(done, believed, 0, losses)
+                believed = Believed(goodput_rps=sum(model.goodput_rps for model in models.values()), models=models)
+                done = self._completed(done.model_copy(update={"believed": believed}), 0, losses)
         except InvalidInputError:
             return
-        # A gpu-let with the same programs keeps its memory limit (or none): another limit is another process.
-        gpulets = [
-            gpulet.model_copy(update={"memory_mib": before.memory_mib})
-            if (before := self._held.get(gpulet.id)) is not None
-            and {r.name: r.batch_size for r in before.models} == {r.name: r.batch_size for r in gpulet.models}
-            else gpulet
-            for gpulet in done.gpulets
-        ]
-        yield renamed(done.model_copy(update={"gpulets": tuple(gpulets)}), self._old)
+        yield renamed(done, self._old)
 
-    def _completed(self, plan: Plan, believed: Believed | Expected | None, replicas: int, losses: Trial | None) -> Plan:
-        expected = Expected() if believed is None else Expected(**believed.model_dump())
-        bare = plan.model_copy(update={"notes": (), "expected": expected})
-        return complete(bare, replace(self._task, trial=losses), parts=self._parts, at_most=replicas)
+    def _completed(self, plan: Plan, replicas: int, losses: Trial | None) -> Plan:
+        task = replace(self._task, trial=losses)
+        return complete_successor(plan, self._held, task, parts=self._parts, at_most=replicas)
 
     def _spared(self, plan: Plan) -> Iterator[Plan]:
         """Yield a plan without needless changes, with latencies beside the new neighbours; nothing when all count."""

@@ -24,15 +24,8 @@ from tenuto.placement.generation_capacity import (
 from tenuto.placement.ledger import with_caps
 from tenuto.placement.placement_constraints import ANYWHERE, asks
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
-from tenuto.placement.planner.completion import (
-    ATTAINED,
-    check_plan,
-    nothing_on,
-    policy_used,
-    usage_of,
-    with_losses_said,
-)
-from tenuto.placement.planner.fixed_cost import check_inputs, plan_fixed_cost
+from tenuto.placement.planner.completion import ATTAINED, check_plan, policy_used, usage_of, with_losses_said
+from tenuto.placement.planner.fixed_cost import check_inputs, nothing_on, plan_fixed_cost
 from tenuto.placement.planner.generation_packing import Means, buy_generating, by_gpu_type, place_generating
 from tenuto.placement.planner.gpu_slices import ColocationSearch, SlicedCluster
 from tenuto.placement.planner.replica_placement import PlacementContext, arranged

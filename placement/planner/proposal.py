@@ -78,7 +78,7 @@ def _best(task: PlanTask) -> Proposal:
     elif why := _why_declared_otherwise(candidates):
         plan = for_workload(candidates.running.plan, task.workload)
         if plan.gpulets:
-            plan = candidates.with_promises(candidates.made_for_traffic(plan))
+            plan = candidates.with_promises(candidates.made_for_traffic(candidates.completed(plan)))
             best = Proposal(plan, "kept", ChangeWorth(True, why))
     return replace(best, needed_gpus=candidates.needed_gpus)
 

@@ -90,8 +90,10 @@ def arranged(
         outlooks = Outlooks(carries=scene.carries)
         aims = outlooks.of(plan.model_copy(update={"models": scene.workload.models})).parts
         return _ReplicaAdder(_apart(plan, constrained) if is_fixed else plan, scene, aims).done()
-    if is_fixed:
+    if is_fixed and constrained:
         plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, constrained))})
+    if at_most == 0:
+        return plan
     return _ReplicaAdder(plan, scene, parts, at_most, promises=True).done()
 
 

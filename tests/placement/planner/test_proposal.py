@@ -15,7 +15,7 @@ from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.planner import PlanRequest, PlanTask, RunningPlan, propose
 from tenuto.placement.planner.candidates import Candidates
-from tenuto.placement.planner.change_stages import CUTTING_S
+from tenuto.placement.planner.change_stages import CUTTING_S, not_ready
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.generating import PROFILES, ByForm, cluster, writes
@@ -42,7 +42,8 @@ def test_what_runs_is_told_a_rate_that_it_carries_though_it_was_made_for_less() 
     found = propose(asked(200.0), Profiles([]))
     assert (found.how, found.worth.pays) == ("kept", True)
     assert found.plan is not None
-    assert found.plan.gpulets == PLAN.gpulets
+    assert found.plan.processes() == PLAN.processes()
+    assert not not_ready(PLAN, found.plan)
     assert found.plan.model("a").rate_rps == 200.0
     again = propose(asked(205.0, found.plan), Profiles([]))
     assert not again.worth.pays
