@@ -94,7 +94,7 @@ class TensorSignature:
             rule = "is no place for a batch: 0 in front, up to the number of dimensions; of bytes only 0"
             raise refused(f"tensor {self.name}: axis", self.axis, rule, "Correct it; null: it has no batch.")
 
-    @property
+    @cached_property
     def fixed_shape(self) -> tuple[int, ...]:
         """The shape of a tensor without sizes; raises `ValueError` for one that has some."""
         if any(type(dimension) is str for dimension in self.shape):
