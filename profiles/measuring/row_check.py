@@ -3,6 +3,7 @@ padded to the longest of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ Row = Mapping[str, np.ndarray[Any, Any]]
 
 _REFUSED = 0.05  # limit: of an output's largest value; kernels for other batch sizes changed a real network by 0.006
 _NOTED = 0.01  # limit: likewise
-_APART = "Serve its requests one by one: name its dimensions without the word `batch` by the option `shapes`"
 
 
 def check_rows(runner: ProgramRunner, sizes: Sequence[tuple[int, ...]], most_rows: int, seed: int) -> list[str]:
@@ -40,7 +40,7 @@ def check_rows(runner: ProgramRunner, sizes: Sequence[tuple[int, ...]], most_row
     common = {tensor.name: row[tensor.name] for tensor in signature.inputs if tensor.axis is None}
     alone = _first_outputs(runner, name, [row])
     one, two = (_first_outputs(runner, name, [row, {**each, **common}]) for each in (beside, other))
-    rule, cure = "the rows of a batch change each other's outputs", f"{_APART}, or correct the network."
+    rule, cure = "the rows of a batch change each other's outputs", _cure(signature)
     notes = [*_judge(name, one, two, rule, cure), *_judge(name, alone, one, rule, cure)]
     if smallest != largest and signature.padded_sizes:
         longer = _row(signature, largest, seed)
@@ -48,6 +48,17 @@ def check_rows(runner: ProgramRunner, sizes: Sequence[tuple[int, ...]], most_row
         cure = "Give other values by the option `pad`, a mask among the inputs, or none to share runs by shape only."
         notes += _judge(name, alone, padded, "the padding of a batch changes outputs", cure)
     return list(dict.fromkeys(notes))
+
+
+def _cure(signature: ModelSignature) -> str:
+    """Return the option by which a file has no batch; a network of one's own is corrected."""
+    shapes = {
+        tensor.name: [*tensor.shape[: tensor.axis], 1, *tensor.shape[tensor.axis :]]
+        for tensor in signature.inputs
+        if tensor.axis is not None
+    }
+    option = json.dumps({"shapes": shapes})
+    return f"Serve its requests one by one, for a file by the options {option}, or correct the network."
 
 
 def _row(signature: ModelSignature, sizes: tuple[int, ...], seed: int) -> Row:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
@@ -64,7 +65,8 @@ class TensorSignature:
 
     A dimension that is a name is a size, which varies from request to request; all dimensions of that name are equal in
     a request. An input with a `pad` may be filled up with that value to a longer size. `axis` is where the tensor has
-    its batch dimension; None: it has none, and requests that share a run have equal values.
+    its batch dimension; None: it has none, and requests that share a run have equal values. `example` is the
+    value in made-up requests, which measure and warm up, for networks that do not run with any number.
 
     `below` bounds integer inputs: every value must be in [0, below). An identifier outside an embedding table is an
     error on the CPU, and on a GPU it destroys the whole CUDA context, so it is checked before anything runs. `accepts`
@@ -80,6 +82,7 @@ class TensorSignature:
     most_bytes: int = 1 << 20  # limit: a page of text takes a few KiB; a batch holds up to as many samples as planned
     pad: float | None = None
     axis: int | None = 0
+    example: float | None = None
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for a type that is not served."""
@@ -384,12 +387,45 @@ def is_exported(source: str) -> bool:
     return source.endswith((".pt2", ".onnx", ".pt"))
 
 
+_WEIGHTS = (
+    "Weights alone hold no network. Give the folder that has them beside its config.json, or give them to a network of "
+    "the catalogue (--weights, weights_path) or to your own package.module:factory."
+)
+_TENSORFLOW = (
+    "Make an ONNX file of it: pip install tensorflow tf_keras tf2onnx; TF_USE_LEGACY_KERAS=1 python -m tf2onnx.convert"
+)
+_ENGINE = "Give the ONNX file that it was built from, with the option runtime=tensorrt."
+# What files that are not served become, or what is given in their place, by the end of their name.
+_CURES_OF_FILES = {
+    ".gguf": "Unpack it for transformers: tenuto add {file} --folder FOLDER",
+    **dict.fromkeys((".safetensors", ".bin", ".pth"), _WEIGHTS),
+    **dict.fromkeys((".jit", ".ts", ".torchscript"), "Give TorchScript a name that ends in .pt."),
+    ".tflite": f"{_TENSORFLOW} --tflite {{file}} --output net.onnx",
+    ".pb": f"{_TENSORFLOW} --saved-model {{folder}} --output net.onnx",
+    **dict.fromkeys((".h5", ".keras"), f"{_TENSORFLOW} --keras {{file}} --output net.onnx"),
+    **dict.fromkeys((".engine", ".plan", ".trt"), _ENGINE),
+    **dict.fromkeys((".mlmodel", ".mlpackage", ".xml"), "Give the ONNX file of the network that it was made from."),
+}
+
+
+def refuse_foreign_file(source: str) -> None:
+    """Raise `InvalidInputError` for a file of a kind that is not served; it says what to make of the file."""
+    path = Path(source)
+    if (path / "saved_model.pb").exists():
+        path = path / "saved_model.pb"
+    cure = _CURES_OF_FILES.get(path.suffix.lower())
+    if cure is not None:
+        raise refused("model", source, "is no kind of file that is served", cure.format(file=path, folder=path.parent))
+
+
 def lookup(name_or_source: str) -> CatalogueEntry:
     """Return a catalogue entry by name (`resnet50`) or source (`torchvision/resnet50`).
 
     Raises:
-        InvalidInputError: not in the catalogue; the message suggests the nearest name and lists all.
+        InvalidInputError: not in the catalogue; the message suggests the nearest name and lists all, or says what to
+            make of a file of another kind.
     """
+    refuse_foreign_file(name_or_source)
     name = name_or_source
     family, separator, rest = name_or_source.partition("/")
     if separator and family in ("torchvision", "transformers", "tenuto"):

@@ -42,8 +42,13 @@ class _FileTensor:
     shape: tuple[Dimension, ...]
 
 
-def load_exported(source: str, options: ShapeOptions) -> LoadedModel:
+def load_exported(source: str, options: ShapeOptions, unlimited: int | None = None) -> LoadedModel:
     """Return the network of a file, with the signature in the file.
+
+    Args:
+        source: the file.
+        options: what the file does not say.
+        unlimited: the `most` of sizes of which nothing says how large they may be; None refuses them.
 
     Raises:
         InvalidInputError: there is no such file, its place is not allowed, it is of another kind, or nothing says how
@@ -54,10 +59,10 @@ def load_exported(source: str, options: ShapeOptions) -> LoadedModel:
     path = Path(source)
     if not path.is_file():
         raise refused("source", source, "no such file", "Give a local .pt2, .onnx or .pt file.")
-    return {".onnx": _onnx, ".pt": _torchscript}.get(path.suffix, _exported_program)(path, options)
+    return {".onnx": _onnx, ".pt": _torchscript}.get(path.suffix, _exported_program)(path, options, unlimited)
 
 
-def _exported_program(path: Path, options: ShapeOptions) -> LoadedModel:
+def _exported_program(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedModel:
     import torch
 
     try:
@@ -79,7 +84,8 @@ def _exported_program(path: Path, options: ShapeOptions) -> LoadedModel:
         for some in names
     )
     ranges = {_symbol(symbol): _bounds(allowed) for symbol, allowed in program.range_constraints.items()}
-    signature = _signature(path, inputs, outputs, options, {name: r for name, r in ranges.items() if r is not None})
+    known = {name: each for name, each in ranges.items() if each is not None}
+    signature = _signature(path, inputs, outputs, options, known, unlimited)
     return LoadedModel(program.module(), signature)
 
 
@@ -97,7 +103,7 @@ def _bounds(allowed: Any) -> SizeRange | None:
         return None
 
 
-def _torchscript(path: Path, options: ShapeOptions) -> LoadedModel:
+def _torchscript(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedModel:
     import torch
 
     try:
@@ -113,10 +119,10 @@ def _torchscript(path: Path, options: ShapeOptions) -> LoadedModel:
         cure = "Say them in the options, its inputs first: {shapes: {x: [batch, 3, 224, 224], y: [batch, 1000]}}."
         raise refused(f"options of {path}: shapes", ", ".join(options.shapes) or None, rule, cure)
     tensors = [_FileTensor(name, options.types.get(name, "float32"), shape) for name, shape in options.shapes.items()]
-    return LoadedModel(module, _signature(path, tensors[:count], tensors[count:], options, {}))
+    return LoadedModel(module, _signature(path, tensors[:count], tensors[count:], options, {}, unlimited))
 
 
-def _onnx(path: Path, options: ShapeOptions) -> LoadedModel:
+def _onnx(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedModel:
     import torch
 
     try:
@@ -134,7 +140,7 @@ def _onnx(path: Path, options: ShapeOptions) -> LoadedModel:
         [_FileTensor(one.name, ONNX_TYPES.get(one.type, one.type), tuple(one.shape)) for one in some]
         for some in (session.get_inputs(), session.get_outputs())
     )
-    signature = _signature(path, inputs, outputs, options, {})
+    signature = _signature(path, inputs, outputs, options, {}, unlimited)
     return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()))
 
 
@@ -155,6 +161,7 @@ def _signature(
     outputs: Sequence[_FileTensor],
     options: ShapeOptions,
     ranges: Mapping[str, SizeRange],
+    unlimited: int | None,
 ) -> ModelSignature:
     """Return the signature of a file: where the batch is, which sizes vary and how far, and what may be padded."""
     for tensor in (*inputs, *outputs):
@@ -164,6 +171,7 @@ def _signature(
     _check_known(path, "shapes", options.shapes, [tensor.name for tensor in (*inputs, *outputs)])
     _check_known(path, "types", options.types, [tensor.name for tensor in (*inputs, *outputs)])
     _check_known(path, "pad", options.pad, [tensor.name for tensor in inputs])
+    _check_known(path, "example", options.example, [tensor.name for tensor in inputs])
     names: dict[str, str] = {}
     shapes = {t.name: tuple(_named(t, options.shapes.get(t.name), names)) for t in (*inputs, *outputs)}
     axes, batch = _batch_axes(
@@ -177,11 +185,13 @@ def _signature(
             tuple(d for at, d in enumerate(shapes[t.name]) if at != axis),
             pad=pad.get(t.name),
             axis=axis,
+            example=options.example.get(t.name),
         )
         for t, axis in zip((*inputs, *outputs), axes, strict=True)
     ]
     taken, given = made[: len(inputs)], made[len(inputs) :]
-    sizes = _sizes(path, taken, options, {names.get(symbol, symbol): allowed for symbol, allowed in ranges.items()})
+    known = {names.get(symbol, symbol): allowed for symbol, allowed in ranges.items()}
+    sizes = _sizes(path, taken, options, known, unlimited)
     platform = {".onnx": "onnx", ".pt": "torchscript"}.get(path.suffix, "torch.export")
     signature = ModelSignature("tensor", tuple(taken), tuple(given), platform=platform, sizes=sizes, batch=batch)
     if options.pad and sizes and not signature.padded_sizes:
@@ -264,12 +274,18 @@ def _pads(inputs: Sequence[_FileTensor]) -> dict[str, float]:
 
 
 def _sizes(
-    path: Path, inputs: Sequence[TensorSignature], options: ShapeOptions, ranges: Mapping[str, SizeRange]
+    path: Path,
+    inputs: Sequence[TensorSignature],
+    options: ShapeOptions,
+    ranges: Mapping[str, SizeRange],
+    unlimited: int | None,
 ) -> dict[str, SizeRange]:
     """Return the range of every size: of the options, else of the file."""
     named = list(dict.fromkeys(d for tensor in inputs for d in tensor.shape if isinstance(d, str)))
     _check_known(path, "sizes", options.sizes, named)
-    sizes = {name: found for name in named if (found := options.sizes.get(name) or ranges.get(name)) is not None}
+    otherwise = None if unlimited is None else SizeRange(unlimited)
+    allowed = ((name, options.sizes.get(name) or ranges.get(name) or otherwise) for name in named)
+    sizes = {name: each for name, each in allowed if each is not None}
     unknown = [name for name in named if name not in sizes]
     if unknown:
         shown = ", ".join(f"{name}: {{most: N}}" for name in unknown)

@@ -36,14 +36,21 @@ def row_sizes(signature: ModelSignature, blocks: Blocks) -> list[tuple[int, ...]
 
 
 def blank_inputs(signature: ModelSignature, rows: int, *, pixels: bool = False) -> Arrays:
-    """Return a batch of zeros, but with ones in attention masks. With `pixels`, pictures are uint8 if the model takes
-    them so. Elements of bytes are the text `0`. Sizes that vary are the largest; `ModelSignature.at` has others."""
+    """Return a batch of zeros, but with ones in attention masks, and of the examples that inputs have. With `pixels`,
+    pictures are uint8 if the model takes them so. Elements of bytes are the text `0`. Sizes that vary are the largest;
+    `ModelSignature.at` has others."""
     return {
         t.name: np.full((rows, *t.fixed_shape), b"0", dtype=object)
         if t.dtype == BYTES
-        else np.full((rows, *t.fixed_shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
+        else np.full((rows, *t.fixed_shape), _blank(t), dtype=_dtype(t, pixels))
         for t in signature.at(signature.most_sizes).inputs
     }
+
+
+def _blank(tensor: TensorSignature) -> float:
+    if tensor.example is not None:
+        return tensor.example
+    return 1 if tensor.name == "attention_mask" else 0
 
 
 def takes_pixels(signature: ModelSignature) -> bool:
@@ -62,11 +69,11 @@ def _dtype(tensor: TensorSignature, pixels: bool) -> np.dtype[Any]:
 
 def random_inputs(signature: ModelSignature, rows: int, seed: int = 0, *, pixels: bool = False) -> Arrays:
     """Return a batch of seeded noise: identifiers from the whole vocabulary, every position attended; `pixels` as in
-    `blank_inputs`. Elements of bytes stay blank."""
+    `blank_inputs`. Elements of bytes and inputs with an example stay blank."""
     generator = np.random.default_rng(seed)
     inputs = blank_inputs(signature, rows, pixels=pixels)
     for tensor in signature.inputs:
-        if tensor.dtype == BYTES:
+        if tensor.dtype == BYTES or tensor.example is not None:
             continue
         dtype = _dtype(tensor, pixels)
         shape: tuple[int, ...] = inputs[tensor.name].shape

@@ -21,7 +21,7 @@ from tenuto.errors import TenutoError
 
 # Each is a module below tenuto.cli. The order is that of --help.
 GROUPS = {
-    "Start": ("quickstart", "doctor"),
+    "Start": ("quickstart", "doctor", "add"),
     "Measure": ("profile", "profiles", "merge", "cluster"),
     "Plan": ("import", "plan", "explain", "policies", "simulate", "goodput"),
     "Run": (

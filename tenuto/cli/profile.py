@@ -152,7 +152,7 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
         InvalidInputError: lists the problems of all arguments.
     """
     problems: list[Problem] = []
-    asked = {**asked, "options": parse_pairs(asked["options"]), "sizes": _sizes(asked["sizes"])}
+    asked = {**asked, "options": parse_pairs(asked["options"]), "sizes": parse_sizes(asked["sizes"])}
     if asked["weights_path"] is not None and len(models) > 1:
         problems.append(
             Problem("--weights", asked["weights_path"], "fits one model only", "Name one model with --weights.")
@@ -176,7 +176,7 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
     return requests
 
 
-def _sizes(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def parse_sizes(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the sizes to measure by name, from NAME=N,N texts; raises `InvalidInputError`."""
     found: dict[str, tuple[int, ...]] = {}
     for text in given:
