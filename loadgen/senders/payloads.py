@@ -39,7 +39,7 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
     """
     inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
     typed = [(tensor, _dtype(metadata["name"], tensor), _shape(metadata["name"], tensor, {})) for tensor in inputs]
-    drawn = ([_values(tensor["name"], dtype, shape, generator) for tensor, dtype, shape in typed] for _ in range(8))
+    drawn = ([_values(tensor, dtype, shape, generator) for tensor, dtype, shape in typed] for _ in range(8))
     return [_body(inputs, values, binary=binary) for values in drawn]
 
 
@@ -64,7 +64,7 @@ class SizedBodies:
                     f"makes '{tensor['name']}' larger than the {_MOST_BODY_BYTES >> 20} MiB that a gateway takes",
                     "Give the sizes a smaller `most`.",
                 )
-            self._long.append(_values(tensor["name"], dtype, [elements + _STARTS], generator))
+            self._long.append(_values(tensor, dtype, [elements + _STARTS], generator))
 
     def body(self, number: int, *sizes: int) -> Body:
         """Return the body of request `number` of a run."""
@@ -188,8 +188,12 @@ def _body(inputs: Sequence[Mapping[str, Any]], values: Sequence[np.ndarray[Any, 
     return Body(text + b"".join(parts), len(text))
 
 
-def _values(name: str, dtype: np.dtype[Any], shape: list[int], generator: np.random.Generator) -> np.ndarray[Any, Any]:
-    if "mask" in name.lower():
+def _values(
+    tensor: Mapping[str, Any], dtype: np.dtype[Any], shape: list[int], generator: np.random.Generator
+) -> np.ndarray[Any, Any]:
+    if "example" in tensor:
+        return np.full(shape, tensor["example"], dtype)
+    if "mask" in tensor["name"].lower():
         return np.ones(shape, dtype)
     if dtype.kind == "f":
         return generator.standard_normal(shape).astype(dtype)

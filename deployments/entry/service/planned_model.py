@@ -73,7 +73,10 @@ class ModelInterface:
 
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts, t.most_bytes, t.pad, t.axis) for t in tensors)
+    return tuple(
+        TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts, t.most_bytes, t.pad, t.axis, t.example)
+        for t in tensors
+    )
 
 
 def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:
