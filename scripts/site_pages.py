@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen")
 # Pages and files outside docs/ that pages lead to. The site has them at the same place below its root.
-ALSO = ("CHANGELOG.md", "CONTRIBUTING.md", "lab/*.md", "lab/journal/*", "examples/**/*", "deployments/data/*.proto")
+ALSO = ("CHANGELOG.md", "CONTRIBUTING.md", "lab/*.md", "lab/journal/*", "examples/*/*", "deployments/data/*.proto")
 LEVELS = ("info", "warning", "error", "exception", "critical")
 
 
