@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, first_line, refused
+from tenuto.files import read_text
 from tenuto.placement.versions import split_name, versioned
 from tenuto.placement.workload import Workload
 
@@ -107,8 +108,8 @@ def _read_config(folder: Path) -> Any:
     file, config = folder / CONFIG, ModelConfig()
     if file.is_file():
         try:
-            text_format.Parse(file.read_text(encoding="utf-8"), config)
-        except (text_format.ParseError, UnicodeDecodeError, OSError) as error:
+            text_format.Parse(read_text(file), config)
+        except text_format.ParseError as error:
             rule = f"is no configuration of a model ({first_line(error)})"
             raise refused(str(file), None, rule, "Correct it; Triton's message ModelConfig has the fields.") from None
     return config
@@ -240,8 +241,8 @@ def _labels(imported: RepositoryImport, folder: Path, config: Any) -> list[str]:
         return []
     file = folder / str(config.output[0].label_filename)
     try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file).splitlines()
+    except InvalidInputError as error:
         imported.notes.append(ImportNote(folder.name, f"its labels cannot be read ({first_line(error)})"))
         return []
 
