@@ -171,7 +171,7 @@ class Dispatcher:
             KeyError: the plan has no such model.
         """
         core, requests = self._core, self._requests
-        found = requests.find(model, sizes)
+        found = requests.find(model, sizes) if sizes else requests.models[model]
         served = requests.models[model] if found is None else found
         now = core.time.now_ms
         arrived = now if arrived_ms is None else arrived_ms
