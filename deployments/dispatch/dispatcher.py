@@ -171,8 +171,8 @@ class Dispatcher:
             KeyError: the plan has no such model.
         """
         core, requests = self._core, self._requests
-        found = requests.find(model, sizes) if sizes else requests.models[model]
-        served = requests.models[model] if found is None else found
+        size_class = requests.find(model, sizes) if sizes else requests.models[model]
+        served = requests.models[model] if size_class is None else size_class
         now = core.time.now_ms
         arrived = now if arrived_ms is None else arrived_ms
         deadline = arrived + (served.slo_ms if slo_ms is None else slo_ms)
@@ -191,7 +191,7 @@ class Dispatcher:
         )
         self.accounts.submitted(request)
         requests.add(request)
-        if found is None:
+        if size_class is None:
             requests.refuse_larger(request)
             return request
         waiting = core.scheduler.queued(served.program)

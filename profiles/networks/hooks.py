@@ -59,8 +59,8 @@ def sees_request(hooks: Hooks) -> bool:
 
 def answer_of(hooks: Hooks, outputs: Mapping[str, Array], request: bytes) -> Any:
     """Return what hooks make of outputs, and of the body if they see it."""
-    told = {"request": request} if sees_request(hooks) else {}
-    return hooks.postprocess(outputs, **told)
+    more = {"request": request} if sees_request(hooks) else {}
+    return hooks.postprocess(outputs, **more)
 
 
 def load_hooks(source: str, signature: ModelSignature) -> Hooks:

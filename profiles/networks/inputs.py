@@ -28,11 +28,11 @@ def as_blocks(arrays: Arrays) -> Blocks:
 
 def row_sizes(signature: ModelSignature, blocks: Blocks) -> list[tuple[int, ...]]:
     """Return the sizes of every row, whose shapes were checked when it came."""
-    found: list[tuple[int, ...]] = []
+    sizes: list[tuple[int, ...]] = []
     places = signature.size_places
     for arrays in zip(*(blocks[tensor.name] for tensor in signature.inputs), strict=True):
-        found += [tuple([arrays[at].shape[axis + 1] for at, axis in places])] * len(arrays[0])
-    return found
+        sizes += [tuple([arrays[at].shape[axis + 1] for at, axis in places])] * len(arrays[0])
+    return sizes
 
 
 def blank_inputs(signature: ModelSignature, rows: int, *, pixels: bool = False) -> Arrays:

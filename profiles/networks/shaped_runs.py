@@ -99,12 +99,12 @@ def own_outputs(signature: ModelSignature, runs: Sequence[tuple[ShapedRun, Seque
     (run, _), whole = runs[0], wholes[0]
     if len(runs) == 1 and all(a <= b for a, b in itertools.pairwise(run.rows)) and not _is_cut(signature, run):
         return [{name: each[: len(run.rows)] for name, each in zip(names, whole, strict=True)}]
-    found = {
+    by_row = {
         row: outputs
         for (run, _), whole in zip(runs, wholes, strict=True)
         for row, outputs in _rows_of(signature, run, whole)
     }
-    ordered = [found[row] for row in range(len(found))]
+    ordered = [by_row[row] for row in range(len(by_row))]
     parts = itertools.groupby(ordered, lambda outputs: [array.shape for array in outputs])
     return [dict(zip(names, map(np.stack, zip(*rows, strict=True)), strict=True)) for _, rows in parts]
 

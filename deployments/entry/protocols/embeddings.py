@@ -123,15 +123,15 @@ def _inputs(body: EmbeddingBody, spec: TextInput) -> list[TextTokens]:
     _check_count(len(given), "input")
     texts = [each for each in given if isinstance(each, str)]
     encoded = iter(encode_texts(texts, spec, truncate=body.truncate))
-    found = []
+    tokens = []
     for name, each in zip(names, given, strict=True):
         if isinstance(each, list) and all(isinstance(token, int) for token in each):
-            found.append(TextTokens(each, [0] * len(each)))
+            tokens.append(TextTokens(each, [0] * len(each)))
         elif isinstance(each, str):
-            found.append(next(encoded))
+            tokens.append(next(encoded))
         else:
             raise bad_field(name, "mixes tokens and texts. Send texts, or a list of tokens for each")
-    return _checked(found, names, spec)
+    return _checked(tokens, names, spec)
 
 
 def _pairs(body: RerankBody | ScoreBody, model: str, signature: ModelSignature, spec: TextInput) -> TextQuestion:
@@ -170,13 +170,13 @@ def _pairs(body: RerankBody | ScoreBody, model: str, signature: ModelSignature, 
             scores = [score_of(each, signature) for each in outputs[:, 0].tolist()]
         if isinstance(body, ScoreBody):
             data = [{"object": "score", "index": at, "score": score} for at, score in enumerate(scores)]
-            told = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-            return _json({**told, "model": model, "data": data, "usage": _usage(tokens)})
+            head = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+            return _json({**head, "model": model, "data": data, "usage": _usage(tokens)})
         order = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n]
         shown = [{"document": {"text": text}} if body.return_documents else {} for text in documents]
         results = [{"index": at, **shown[at], "relevance_score": scores[at]} for at in order]
-        told = {"id": f"rerank-{secrets.token_hex(12)}", "model": model, "usage": _usage(tokens)}
-        return _json({**told, "results": results})
+        head = {"id": f"rerank-{secrets.token_hex(12)}", "model": model, "usage": _usage(tokens)}
+        return _json({**head, "results": results})
 
     return TextQuestion(tokens, write)
 

@@ -296,12 +296,12 @@ class InferCall(msgspec.Struct, eq=False):
             tensors = executed.tensors(row)
             check_finite(tensors)
             predictions = "predictions" if interface.signature.answers == "classes" else "prediction"
-            found: dict[str, Any] = {"model_name": model.model, "model_version": model.version}
-            found |= {
+            answer: dict[str, Any] = {"model_name": model.model, "model_version": model.version}
+            answer |= {
                 predictions: interface.postprocess(tensors, self._request),
                 "parameters": orjson.Fragment(parameters),
             }
-            self._reply(200, lines + JSON, [orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)])
+            self._reply(200, lines + JSON, [orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)])
             return
         samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]
         if self._write is not None:
