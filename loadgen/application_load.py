@@ -19,6 +19,7 @@ from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
+from tenuto.placement.workload import draw_sizes
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,8 @@ def make_application_load(
     called = np.flatnonzero(is_call)
     model_index = np.array([p[0] for p in parts], dtype=np.int32)[part][order]
     if names := {spec.name: tuple(spec.sizes) for spec in models if spec.sizes}:
-        schedule = replace(schedule, sizes=_sizes(models, model_index, seed), size_names=names)
+        sizes = draw_sizes(models, model_index, lambda at, name: seed_for(seed, "sizes", models[at].name, name))
+        schedule = replace(schedule, sizes=sizes, size_names=names)
     return ApplicationLoad(
         number=np.arange(entry.size, dtype=np.int64),
         times_ms=times,
@@ -228,16 +230,6 @@ def make_application_load(
         tokens=None if schedule.tokens is None else schedule.tokens.of(entry[order]),
         sizes=schedule.sizes,
     )
-
-
-def _sizes(models: Sequence[ModelSpec], model_index: NDArray[np.int32], seed: int) -> NDArray[np.int64]:
-    """Return the sizes of all requests, a row each, in the order of the workload; the rest of a row is 0."""
-    sizes = np.zeros((len(model_index), max(len(spec.sizes) for spec in models)), dtype=np.int64)
-    for place, spec in enumerate(models):
-        rows = np.flatnonzero(model_index == place)
-        for column, (name, lengths) in enumerate(spec.sizes.items()):
-            sizes[rows, column] = lengths.draw(len(rows), seed_for(seed, "sizes", spec.name, name))
-    return sizes
 
 
 def _schedule(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.batching.core.build import size_classes_of
 from tenuto.batching.virtual.result import P99_SAMPLES
 from tenuto.batching.virtual.writing import token_figures
 from tenuto.loadgen.application_figures import (
@@ -27,7 +28,7 @@ from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.application import Application
-from tenuto.profiles.size_classes import find_classes, in_order
+from tenuto.profiles.size_classes import find_classes
 
 TARGET_ATTAINMENT = 0.99  # unit: the attainment that PASS asks for unless another is given
 
@@ -90,12 +91,12 @@ def add_size_classes(summary: dict[str, Any], records: Records, plan: Plan) -> N
     """Add to the figures of each model that is planned by size those of its size classes, and of larger requests."""
     begin_ms, end_ms = summary["window_ms"]
     measured = records.within(begin_ms, end_ms)
-    replicas = {replica.name: replica for gpulet in plan.gpulets for replica in gpulet.models if replica.by_size}
+    classes_of = size_classes_of(plan)
     for index, (name, figures) in enumerate(summary["models"].items()):
-        if name not in replicas:
+        classes = classes_of.get(name)
+        if not classes:
             continue
         names = tuple(plan.model(name).sizes)
-        classes = in_order(tuple(each.sizes[size] for size in names) for each in replicas[name].by_size)
         mine = measured.where(measured.model == index)
         places = find_classes(classes, mine.sizes[:, : len(names)])
         figures["by_size"] = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError, field_validator, model_serializer, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
@@ -417,3 +419,21 @@ def size_parts(spec: ModelSpec, names: Sequence[str], classes: Sequence[Sizes]) 
         if place is not None:
             parts[place] += math.prod(up[at + 1] - up[at] for up, at in zip(below, box, strict=True))
     return tuple(parts)
+
+
+def draw_sizes(
+    models: Sequence[ModelSpec], index: NDArray[Any], draws: Callable[[int, str], np.random.Generator]
+) -> NDArray[np.int64]:
+    """Return the sizes of requests, a row each, in the order of the workload; the rest of a row is 0.
+
+    Args:
+        models: of which some have `sizes`.
+        index: the place of each request's model.
+        draws: the source of randomness for one size of the model at a place.
+    """
+    sizes = np.zeros((len(index), max(len(spec.sizes) for spec in models)), dtype=np.int64)
+    for place, spec in enumerate(models):
+        mine = np.flatnonzero(index == place)
+        for column, (name, lengths) in enumerate(spec.sizes.items()):
+            sizes[mine, column] = lengths.draw(len(mine), draws(place, name))
+    return sizes

@@ -44,7 +44,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         meet.
     """
     apart = {replica.name for gpulet in plan.gpulets for replica in gpulet.models if not replica.pads}
-    models = _models(plan.models, provided_rps(plan), _size_classes(plan), apart)
+    models = _models(plan.models, provided_rps(plan), size_classes_of(plan), apart)
     programs = _programs(plan, models)
     index: dict[str, list[int]] = {}  # of a model with size classes several
     for position, scheduled in enumerate(programs):
@@ -103,7 +103,7 @@ def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, long
     )
 
 
-def _size_classes(plan: Plan) -> dict[str, tuple[Sizes, ...]]:
+def size_classes_of(plan: Plan) -> dict[str, tuple[Sizes, ...]]:
     """Return the size classes of models whose requests vary, in the order of the workload's names: all sizes at which
     the latency of some replica is known."""
     names = {spec.name: tuple(spec.sizes) for spec in plan.models if spec.sizes}

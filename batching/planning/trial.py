@@ -13,7 +13,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.workload import Objective
+from tenuto.placement.workload import Objective, draw_sizes
 
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
 SLOWEST_SLOS = 10.0  # derived: a trial lasts so many times the longest SLO, so that no SLO fills over a tenth of it
@@ -54,7 +54,10 @@ class Trials:
         self._value = Worth(models, objective).of
         self.times_ms, self.index = self._schedule()
         self._tokens = self._lengths() if any(spec.generates is not None for spec in models) else None
-        self._sizes = self._request_sizes() if any(spec.sizes for spec in models) else None
+        self._sizes: NDArray[np.int64] | None = None
+        if any(spec.sizes for spec in models):
+            draws = [np.random.default_rng([seed, place, 2]) for place in range(len(models))]
+            self._sizes = draw_sizes(models, self.index, lambda place, _: draws[place])
         self._slos = {place: spec.slo for place, spec in enumerate(models) if spec.slo is not None}
         begin_ms = 1000.0 * WARM_UP * self._duration_s
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
@@ -122,15 +125,6 @@ class Trials:
                 mine = self.index == place
                 covered[mine, : len(known[-1])] = np.minimum(covered[mine, : len(known[-1])], np.max(known, axis=0))
         return covered
-
-    def _request_sizes(self) -> NDArray[np.int64]:
-        """Return the sizes of each request, in the order of the workload."""
-        sizes = np.zeros((len(self.index), max(len(spec.sizes) for spec in self._models)), dtype=np.int64)
-        for position, spec in enumerate(self._models):
-            draws, mine = np.random.default_rng([self._seed, position, 2]), np.flatnonzero(self.index == position)
-            for column, lengths in enumerate(spec.sizes.values()):
-                sizes[mine, column] = lengths.draw(len(mine), draws)
-        return sizes
 
     def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         times, owners = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tenuto.batching.core.scheduler import Drop, Refusal
 from tenuto.batching.core.system import INF, System
@@ -14,7 +15,6 @@ from tenuto.deployments.wire.answers import Executed, Loop, Refused
 from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
-from tenuto.profiles.size_classes import Sizes, class_of
 
 _TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
 
@@ -32,6 +32,16 @@ class AskedModel:
     counters: ModelCounters
 
 
+class SizedModel(NamedTuple):
+    """A model with size classes: its place among the models of the core's system that clients know, the names of its
+    sizes in the order of the workload, and its classes by their index in the core."""
+
+    system: System
+    place: int
+    names: tuple[str, ...]
+    classes: dict[int, AskedModel]
+
+
 class OpenRequests:
     """Who is in here is told how the request ends, and leaves."""
 
@@ -45,7 +55,7 @@ class OpenRequests:
         self._accounts, self._clock_ms, self._signature = accounts, clock_ms, signature
         self._open: dict[int, Request] = {}
         self.models: dict[str, AskedModel] = {}  # of one with size classes the largest
-        self._by_size: dict[str, tuple[tuple[str, ...], dict[Sizes, AskedModel]]] = {}  # with the names of the sizes
+        self._by_size: dict[str, SizedModel] = {}
 
     def follow(self, plan: Plan, system: System) -> None:
         """Let the models of this plan be asked for. What waits for others is refused."""
@@ -54,19 +64,17 @@ class OpenRequests:
         for planned in (program for gpulet in plan.gpulets for program in gpulet.programs):
             sizes |= {name: max(planned.batch_size, sizes.get(name, 1)) for name in planned.models}
         self.models, self._by_size = {}, {}
-        for spec, classes in zip(plan.models, system.classes_of, strict=True):
+        for place, (spec, classes) in enumerate(zip(plan.models, system.classes_of, strict=True)):
             counters = self._accounts.counters[spec.name]
             counters.follow(spec)
             size = sizes.get(spec.name, 1)
-            by_size = {
-                system.models[index].sizes: AskedModel(
-                    index, system.program_of[index], spec.slo_ms, alone_ms[index], size, counters
-                )
+            by_index = {
+                index: AskedModel(index, system.program_of[index], spec.slo_ms, alone_ms[index], size, counters)
                 for index in classes
             }
-            self.models[spec.name] = by_size[system.models[classes[-1]].sizes]
-            if len(by_size) > 1:
-                self._by_size[spec.name] = tuple(spec.sizes), by_size
+            self.models[spec.name] = by_index[classes[-1]]
+            if len(classes) > 1:
+                self._by_size[spec.name] = SizedModel(system, place, tuple(spec.sizes), by_index)
         for request in list(self._open.values()):
             if request.name in self.models:
                 served = self.find(request.name, request.sizes)
@@ -84,16 +92,14 @@ class OpenRequests:
         Raises:
             KeyError: the plan has no such model.
         """
-        if model not in self._by_size or not sizes:
+        sized = self._by_size.get(model)
+        if sized is None or not sizes:
             return self.models[model]
-        names, by_size = self._by_size[model]
         signature = self._signature(model)
-        named = dict(zip(names if signature is None else signature.sizes, sizes, strict=False))
-        if not named.keys() >= {*names}:
+        named = dict(zip(sized.names if signature is None else signature.sizes, sizes, strict=False))
+        if not named.keys() >= {*sized.names}:
             return self.models[model]  # its network has other sizes than its profile
-        classes = tuple(by_size)
-        place = class_of(classes, tuple(named[name] for name in names))
-        return None if place is None else by_size[classes[place]]
+        return sized.classes.get(sized.system.place_of(sized.place, tuple(named[name] for name in sized.names)))
 
     def add(self, request: Request) -> None:
         """Keep a request until it has its answer."""

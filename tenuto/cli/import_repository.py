@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import json_option, notice, printed_as_json, say, write_file
+from tenuto.cli.common import json_option, notice, output_option, printed_as_json, say, write_file
 
 
 @click.command("import", short_help="Make a workload of a model repository of Triton Inference Server.")
@@ -24,7 +24,7 @@ from tenuto.cli.common import json_option, notice, printed_as_json, say, write_f
     metavar="MS",
     help="Time for an answer, for models whose queue policy names no timeout.",
 )
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the workload here.")
+@output_option("Write the workload here.")
 @json_option
 def command(repository: str, rate_rps: float, slo_ms: float, output: str | None) -> int:
     """Read config.pbtxt of every model, and write the models that can be served as a workload.
