@@ -4,14 +4,15 @@ Each scenario has one model with lognormal sizes (sigma 0.3 to 1.2) on 1 to 8 GP
 capacity. A batch costs l(b, n) = fixed + slope * work, where work is linear in b * n, tiled (whole tiles of b * n) or
 quadratic in n. All contestants but *equal shapes* pad to a grid of twelve sizes, each smaller by the root of two.
 
-    python lab/benchmarks/bench_sizes.py [--quick] [--count 40] [--judge COMMIT] [--keep FILE] [--highest]
+    python lab/benchmarks/bench_sizes.py [--quick] [--count 40] [--judge COMMIT] [--keep FILE] [--highest] [--overload]
 
 * `joining`: the scheduler as it is. * `largest`: one class, all padded to the largest. * `buckets`: the same grid, and
 no class joins another. * `equal shapes`: only requests of equal size share a batch, which costs what its own size
 costs (Triton's dynamic batcher). * `sorted buckets`: as TurboTransformers. `bound`: the part of the offered requests
 that no scheduler can exceed by GPU time, each request at the least cost of its own size.
 
-With `--highest`, prints for each scenario the highest load at which *largest* and *joining* serve 99 %.
+With `--highest`, prints for each scenario the highest load at which *largest* and *joining* serve 99 %. With
+`--overload`, prints which part of small and of large requests *joining* serves at 1.2 to 3 times the bound's capacity.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from tenuto.batching.core.deferred import DeferredScheduler
 from tenuto.batching.core.eager import EagerScheduler
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import Host, Model, ScheduledGpulet, System
+from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
+from tenuto.placement import Objective
 from tenuto_lab.rivals.sorted_buckets import SortedBucketsScheduler
 
 DESIGN_SEED = 1
@@ -45,6 +48,8 @@ GRID, STEP = 12, 2**0.5  # size classes: the largest size, and each next one so 
 MOST_BATCH = 128
 POINT = 0.01
 LEAST_PART = 0.99
+OVERLOAD = (1.2, 3.0)  # times the bound's capacity
+PARTS = (0.25, 0.25, 0.25, 0.15, 0.1)  # of the requests, from small to large
 # The scheduler, whether it has the grid, and whether classes join.
 CONTESTANTS: dict[str, tuple[type[Scheduler], bool, bool]] = {
     "joining": (DeferredScheduler, True, True),
@@ -73,13 +78,13 @@ class Scenario:
     load: float
     seed: int
 
-    def system(self, sizes: Iterable[int], *, joins: bool) -> System:
+    def system(self, sizes: Iterable[int], objective: Objective = "total", *, joins: bool) -> System:
         """Return the system with these sizes as classes."""
         classes = sorted(set(sizes))
         models = tuple(Model("m", self.slo_ms, None, sizes=(size,), joins=joins) for size in classes)
         hosts = {place: Host(self._steps(size)) for place, size in enumerate(classes)}
         gpulets = tuple(ScheduledGpulet(f"g{n}", f"g{n}", hosts) for n in range(self.gpus))
-        return System(models, gpulets, objective="total")
+        return System(models, gpulets, objective=objective)
 
     def _steps(self, size: int) -> tuple[float, ...]:
         steps = [0.0, self.cost(1, size)]
@@ -151,16 +156,26 @@ def draw(seed: int, number: int) -> Scenario:
 def attained(scenario: Scenario, contestant: str, load: float, requests: int) -> tuple[float, float, float]:
     """Return the part of the requests that a contestant answers in time, that of the bound, and CPU us a request."""
     times, sizes, bound = scenario.offered(load, requests)
+    began = time.process_time()
+    counts = simulated(scenario, contestant, times, sizes).counts()
+    spent_us = 1e6 * (time.process_time() - began) / len(times)
+    return float(counts[0, Outcome.OK] / counts.sum()), bound, spent_us
+
+
+def simulated(
+    scenario: Scenario,
+    contestant: str,
+    times: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    objective: Objective = "total",
+) -> SimulationResult:
+    """Run a contestant over requests of these times in ms and sizes."""
     scheduler, has_grid, joins = CONTESTANTS[contestant]
     grid = [math.ceil(scenario.most / STEP**n) for n in range(GRID if has_grid else 1)]
     if contestant == "equal shapes":
         grid = [int(size) for size in np.unique(sizes)]
-    began = time.process_time()
-    core = scheduler(scenario.system(grid, joins=joins))
-    result = simulate(core, times, np.zeros(len(times), dtype=np.int32), sizes=sizes)
-    spent_us = 1e6 * (time.process_time() - began) / len(times)
-    counts = result.counts()
-    return float(counts[0, Outcome.OK] / counts.sum()), bound, spent_us
+    core = scheduler(scenario.system(grid, objective, joins=joins))
+    return simulate(core, times, np.zeros(len(times), dtype=np.int32), sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judge", metavar="COMMIT", help="judging scenarios, by the commit that froze the rule")
     parser.add_argument("--keep", type=Path, help="a file that keeps results, one JSON object per line")
     parser.add_argument("--highest", action="store_true", help="the highest load with 99 % instead of one load each")
+    parser.add_argument("--overload", action="store_true", help="small and large requests beyond capacity")
     parser.add_argument("--only", action="append", choices=CONTESTANTS, help="these contestants alone; repeatable")
 
 
@@ -194,6 +210,9 @@ def main() -> None:
     print(f"{len(numbers)} scenarios ({kind}), {requests:,} requests each\n")
     if chosen.highest:
         show_highest([draw(seed, number) for number in numbers], requests)
+        return
+    if chosen.overload:
+        show_overload([draw(seed, number) for number in numbers], requests)
         return
     kept = {(row.scenario, row.contestant): row for row in _read(chosen.keep)}
     rows = []
@@ -257,6 +276,24 @@ def show_highest(scenarios: list[Scenario], requests: int) -> None:
         ratios.append(loads[1] / loads[0])
         print(f"{scenario.name:16s}{scenario.cost_kind:10s}" + "".join(f"{load:8.3f}" for load in (*loads, ratios[-1])))
     print(f"median ratio {statistics.median(ratios):.2f}, least {min(ratios):.2f}")
+
+
+def show_overload(scenarios: list[Scenario], requests: int) -> None:
+    """Print by objective which part of the requests is in time, of all and by size from small to large."""
+    print(f"{'objective':12s}{'all':>8s}" + "".join(f"{100 * part:.0f} %".rjust(10) for part in PARTS))
+    objectives: tuple[Objective, ...] = ("total", "each")
+    for objective in objectives:
+        rows = []
+        for scenario in scenarios:
+            load = float(np.random.default_rng([scenario.seed, 2]).uniform(*OVERLOAD))
+            times, sizes, _ = scenario.offered(load, requests)
+            result = simulated(scenario, "joining", times, sizes, objective)
+            place = np.searchsorted(np.quantile(sizes, np.cumsum(PARTS[:-1])), sizes[:, 0])
+            in_time = result.outcome == Outcome.OK
+            groups = [result.measured, *(result.measured & (place == part) for part in range(len(PARTS)))]
+            rows.append([float(in_time[group].mean()) for group in groups])
+        means = [statistics.mean(column) for column in zip(*rows, strict=True)]
+        print(f"{objective:12s}{100 * means[0]:7.1f}%" + "".join(f"{100 * mean:9.1f}%" for mean in means[1:]))
 
 
 def _highest(scenario: Scenario, contestant: str, requests: int) -> float:

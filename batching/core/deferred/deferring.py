@@ -119,15 +119,13 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
 
     def _join_classes(self, system: System) -> None:
         """Let the size classes of a model know each other. They keep to the rate of the model together."""
-        queue_of = self._queue_of
         for classes in system.classes_of:
-            first = queue_of[classes[0]]
             if len(classes) > 1:
                 rates = [system.models[model].rate_rps for model in classes]
                 known = [rate for rate in rates if rate is not None]
                 allowance = Allowance(sum(known) if known else None)
                 for model in classes:
-                    queue_of[model].allowance, queue_of[model].loss = allowance, first.loss
+                    self._queue_of[model].allowance = allowance
         for program, joint in system.joint_classes.items():
             queues = self._queues
             queues[program].siblings = [(queues[other], queues[both]) for other, both in joint.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tenuto.batching.core.system import Host, Model, NetworkDelay, ScheduledGpul
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
+from tenuto.placement import Objective
 from tests.batching.checked_run import CheckedRun, Event
 from tests.batching.core import contract
 from tests.batching.core.contract import Drawn
@@ -177,6 +179,24 @@ def test_neither_small_nor_large_requests_starve_below_capacity(seed: int) -> No
     in_time = result.outcome == Outcome.OK
     assert in_time[large].mean() > 0.98
     assert in_time[~large].mean() > 0.99
+
+
+@pytest.mark.parametrize("objective", ["total", "each"])
+def test_the_objective_says_what_large_requests_lose_beyond_capacity(objective: Objective) -> None:
+    """At twice the capacity `total` serves the small ones, and `each` the same part of both, within 5 points."""
+    sized, rng = replace(system(0.05, 1.0, slo_ms=90.0), objective=objective), np.random.default_rng(1)
+    times = np.cumsum(rng.exponential(1000.0 / 400.0, 8000))
+    large = rng.random(len(times)) < 0.3
+    sizes = np.where(large, 200, 12).reshape(-1, 1)
+    result = simulate(make_scheduler("deferred", sized), times, np.zeros(len(times), dtype=np.int32), sizes=sizes)
+    of_small, of_large = (
+        float((result.outcome == Outcome.OK)[mine & result.measured].mean()) for mine in (~large, large)
+    )
+    if objective == "total":
+        assert of_small > 0.95
+        assert of_large < 0.5
+    else:
+        assert of_large == pytest.approx(of_small, abs=0.05)
 
 
 def test_sizes_that_no_class_covers_are_refused_and_counted() -> None:
