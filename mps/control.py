@@ -47,7 +47,7 @@ class Subprocesses:
         what = text.strip() or " ".join(arguments) or "start"
         # Files, not pipes: a daemon that is started here keeps inherited files open, so a pipe would never end.
         with (
-            tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+            tempfile.TemporaryFile("w+", encoding="utf-8") as output,
             tempfile.TemporaryFile("w+", encoding="utf-8") as complaint,
         ):
             try:
@@ -55,7 +55,7 @@ class Subprocesses:
                     [self._binary, *arguments],
                     input=text,
                     env=dict(environment),
-                    stdout=said,
+                    stdout=output,
                     stderr=complaint,
                     encoding="utf-8",
                     timeout=timeout_s,
@@ -74,9 +74,9 @@ class Subprocesses:
                 ) from None
             except OSError as error:
                 raise ControlError(f"{self._binary} cannot be run: {error.strerror}.") from error
-            said.seek(0)
+            output.seek(0)
             complaint.seek(0)
-            answer = said.read()
+            answer = output.read()
             if ended.returncode != 0:
                 words = (complaint.read() or answer).strip() or "nothing"
                 raise ControlError(f"{self._binary} failed at '{what}' with code {ended.returncode} and said: {words}")
@@ -179,8 +179,8 @@ class Control:
         return tuple(int(line) for line in lines)
 
     def _unexpected(self, command: str, lines: list[str], expected: str) -> ControlError:
-        said = " | ".join(lines)[:200] or "nothing"
+        answer = " | ".join(lines)[:200] or "nothing"
         return ControlError(
-            f"the CUDA MPS daemon of {self.gpu_uuid} answered '{command}' with: {said} (expected: {expected}). "
+            f"the CUDA MPS daemon of {self.gpu_uuid} answered '{command}' with: {answer} (expected: {expected}). "
             f"{self.log_directory / 'control.log'} may say why."
         )

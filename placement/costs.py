@@ -145,14 +145,14 @@ class ModelOnGpu:
     def by_size(self, share_pct: float, batch_size: int) -> tuple[SizedLatency, ...]:
         """Return l(b) of each size class on a share for the plan: up to the planned batch, or up to the batch of small
         requests that takes no longer than the planned one."""
-        found = []
+        latencies = []
         for sizes, row in self._classes:
             latency = row.latency(share_pct)[0]
             most = max(batch_size, latency.largest_batch(self.latency(share_pct).at(batch_size)))
             if isinstance(latency, LatencyTable):
                 most = min(most, latency.largest)
-            found.append(SizedLatency(sizes=dict(sizes), latency=latency_up_to(latency, most)))
-        return tuple(found)
+            latencies.append(SizedLatency(sizes=dict(sizes), latency=latency_up_to(latency, most)))
+        return tuple(latencies)
 
 
 def latency_up_to(latency: Latency, batch_size: int) -> Latency:

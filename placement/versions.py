@@ -97,7 +97,7 @@ def shared_out(
         running: the versions that share the requests now.
         wanted: all models that are asked for.
     """
-    found = {spec.name: rates[spec.name] for spec in wanted if spec.name in rates}
+    rates_after = {spec.name: rates[spec.name] for spec in wanted if spec.name in rates}
     before, after = by_model(running), by_model(wanted)
     for model in before.keys() | after.keys():
         old = [spec for spec in running if spec.model == model]
@@ -110,13 +110,13 @@ def shared_out(
         total = sum(rates.get(s.name, 0.0) for s in old if not s.shadow and s.name not in by_name)
         if total <= 0.0:
             continue
-        found[rest.name] = total * (1.0 - sum(shares.values()) / 100.0)
+        rates_after[rest.name] = total * (1.0 - sum(shares.values()) / 100.0)
         for spec in new:
             if spec.shadow:
-                found[spec.name] = total * (100.0 if spec.share_pct is None else spec.share_pct) / 100.0
+                rates_after[spec.name] = total * (100.0 if spec.share_pct is None else spec.share_pct) / 100.0
             elif shares.get(spec.name):
-                found[spec.name] = total * shares[spec.name] / 100.0
-    return found
+                rates_after[spec.name] = total * shares[spec.name] / 100.0
+    return rates_after
 
 
 def splits(versions: Iterable[Versioned]) -> set[tuple[str, float | None, bool]]:

@@ -30,6 +30,8 @@ EMPTY_WORDS = {
     "whereabouts": 0,
     "worth": 7,
 }
+# The same for values: local variables and arguments with such a name.
+EMPTY_VALUES = {"asked": 22, "found": 38, "here": 5, "kept": 7, "said": 26, "there": 4, "told": 15, "wanted": 9}
 # Verbs that need an object, and how many functions are called so and no more.
 LONE_VERBS = {"ask": 15, "do": 3, "go_on": 3, "leave": 16, "look": 8, "put": 6, "say": 4, "take": 19, "tell": 9}
 
@@ -102,6 +104,17 @@ def check_counts(names: list[tuple[str, str]], counted: dict[str, int], cure: st
 def test_no_further_name_has_a_word_that_says_nothing() -> None:
     names = [(word, f"{name} ({place})") for _, name, place in named() for word in words_of(name)]
     check_counts(names, EMPTY_WORDS, "Name what the thing holds or does, in words of the field")
+
+
+def test_no_further_value_has_a_name_that_says_nothing() -> None:
+    values: list[tuple[str, str]] = []
+    for place, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg):
+                values.append((node.arg, f"{place}:{node.lineno}"))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                values.append((node.id, f"{place}:{node.lineno}"))
+    check_counts(values, EMPTY_VALUES, "Name a value after what it holds")
 
 
 def test_no_further_function_is_a_verb_without_its_object() -> None:

@@ -63,7 +63,7 @@ class Attainment:
         each = np.arange(len(self._names))
         self._lost = dict(zip(self._names, part[loudest, each].tolist(), strict=True))
         is_bad = ratio[loudest, each] > FALSE_ALARM
-        return [name for name, found in zip(self._names, is_bad, strict=True) if found]
+        return [name for name, is_worse in zip(self._names, is_bad, strict=True) if is_worse]
 
     def lost_part(self, models: Collection[str]) -> dict[str, float]:
         """Return the part of each model's requests that was lost lately."""

@@ -64,7 +64,7 @@ class Canaries:
     def observe(self, models: Sequence[ModelSpec], seen: Mapping[str, ModelSeen]) -> list[WorseCanary]:
         """Take one look at the models of the plan; return the canaries that are worse than the version beside them."""
         before, self._bets = self._bets, {}
-        found = []
+        worse_ones = []
         for versions in by_model(models).values():
             rest = taking_the_rest(versions)
             if rest is None:
@@ -74,8 +74,8 @@ class Canaries:
                     key = spec.name, rest.name
                     bet = self._bets[key] = before.get(key) or _Bet()
                     worse = self._judge(key, bet, seen.get(spec.name), seen.get(rest.name))
-                    found += [] if worse is None else [worse]
-        return found
+                    worse_ones += [] if worse is None else [worse]
+        return worse_ones
 
     def _judge(
         self, key: tuple[str, str], bet: _Bet, canary: ModelSeen | None, rest: ModelSeen | None

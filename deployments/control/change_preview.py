@@ -70,10 +70,10 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value) if isinstance(value, str | int | float) else ""
 
 
-def preview_plan(running: Plan, wanted: Plan) -> ChangePreview:
-    """Return what a change from `running` to `wanted` does, make before break."""
-    target = renamed(wanted, running)
-    rates = {spec.name: spec.rate_rps for spec in wanted.models}
+def preview_plan(running: Plan, desired: Plan) -> ChangePreview:
+    """Return what a change from `running` to `desired` does, make before break."""
+    target = renamed(desired, running)
+    rates = {spec.name: spec.rate_rps for spec in desired.models}
     running_ids = {gpulet.id for gpulet in running.gpulets}  # they serve while they load
     served = dict.fromkeys(replica.name for gpulet in running.gpulets for replica in gpulet.models)
     steps = []
@@ -83,9 +83,11 @@ def preview_plan(running: Plan, wanted: Plan) -> ChangePreview:
         ids = {gpulet.id for gpulet in stage.plan.gpulets}
         without = tuple(name for name in served if name in planned - holds)
         steps.append(ChangeStep(tuple(sorted(ids)), tuple(sorted(ids - stage.ready)), without))
-    served_after = {replica.name for gpulet in wanted.gpulets for replica in gpulet.models}
+    served_after = {replica.name for gpulet in desired.gpulets for replica in gpulet.models}
     lost = tuple(name for name in served if name not in served_after)
-    undrained = tuple(name for name in running.drained if name not in wanted.drained)
+    undrained = tuple(name for name in running.drained if name not in desired.drained)
     layouts = layout_changes(running, target)
     is_same = target.to_data() == running.to_data()
-    return ChangePreview(diff(running, target), tuple(steps), lost, wanted.drained, undrained, layouts, is_same=is_same)
+    return ChangePreview(
+        diff(running, target), tuple(steps), lost, desired.drained, undrained, layouts, is_same=is_same
+    )

@@ -204,8 +204,8 @@ class ChangeState:
 
 def _drains_s(change: ChangeUnderWay) -> float:
     """Return how long requests may wait, in s, for versions that get no more and leave after this stage."""
-    wanted = {spec.name for spec in change.target.models}
-    leaving = (s.slo_ms for s in change.stage.models if s.name not in wanted and s.share_pct == 0.0)
+    staying = {spec.name for spec in change.target.models}
+    leaving = (s.slo_ms for s in change.stage.models if s.name not in staying and s.share_pct == 0.0)
     return max(leaving, default=0.0) / 1000.0
 
 

@@ -78,11 +78,11 @@ class Estimates:
         if threshold is None:
             return None
         for program, now in self.slowdowns.items():
-            asked = self._asked_slowdowns.get(program, 1.0)
+            planned = self._asked_slowdowns.get(program, 1.0)
             # The first slow batches understate it: a planned factor that still moves is news at half the threshold.
-            enough = threshold if abs(asked - 1.0) <= threshold else threshold / 2.0
-            if abs(now / asked - 1.0) > enough:
-                return f"batches of '{program}' take {now:.2f} times their profiled time, planned with {asked:.2f}"
+            enough = threshold if abs(planned - 1.0) <= threshold else threshold / 2.0
+            if abs(now / planned - 1.0) > enough:
+                return f"batches of '{program}' take {now:.2f} times their profiled time, planned with {planned:.2f}"
         return None
 
     def planned_with(self) -> dict[str, float]:
@@ -137,9 +137,9 @@ class Estimates:
 def _declared(workload: Workload, running: Plan) -> dict[str, float]:
     """Return the declared rates of the models to follow, those of leaving versions included: the other versions soon
     get their requests."""
-    found = {spec.name: spec.rate_rps for spec in workload.models}
+    rates = {spec.name: spec.rate_rps for spec in workload.models}
     stay = {spec.model for spec in workload.models}
-    return found | {s.name: s.rate_rps for s in running.models if s.model in stay and s.name not in found}
+    return rates | {s.name: s.rate_rps for s in running.models if s.model in stay and s.name not in rates}
 
 
 def _counting(workload: Workload) -> tuple[str, ...]:

@@ -82,8 +82,8 @@ class MeasuredLengths:
         """Yield the declared lengths of a model that has been measured, by their key, with the measured mean."""
         followed, generates = self._followed.get(spec.name), spec.generates
         if followed is not None and generates is not None:
-            told = {"prompt_tokens": generates.prompt_tokens, "output_tokens": generates.output_tokens}
-            for each, (key, declared) in zip(followed, told.items(), strict=True):
+            declared_lengths = {"prompt_tokens": generates.prompt_tokens, "output_tokens": generates.output_tokens}
+            for each, (key, declared) in zip(followed, declared_lengths.items(), strict=True):
                 if declared is not None:
                     yield key, each.long, declared
 
@@ -118,7 +118,8 @@ class MeasuredLengths:
 
 def as_declared(specs: Iterable[ModelSpec], declared: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:
     """Return planned models with the lengths that are declared."""
-    told: dict[str, Generates | None] = {spec.name: spec.generates for spec in declared}
+    generates: dict[str, Generates | None] = {spec.name: spec.generates for spec in declared}
     return tuple(
-        spec.model_copy(update={"generates": told[spec.name]}) if told.get(spec.name) else spec for spec in specs
+        spec.model_copy(update={"generates": generates[spec.name]}) if generates.get(spec.name) else spec
+        for spec in specs
     )

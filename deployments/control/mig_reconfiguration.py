@@ -77,8 +77,8 @@ class MigReconfiguration:
             places = self._wanted.get(device, [])
             if why:
                 logger.error("control: GPU %s could not be cut: %s", device, why)
-                wanted = {(gpu.id, gpu.type) for gpu in places}  # the instances that had to go may exist or not
-                self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in wanted]
+                planned = {(gpu.id, gpu.type) for gpu in places}  # the instances that had to go may exist or not
+                self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in planned]
                 self.refused |= {gpu.id: why for gpu in places}
             else:
                 came = self._have(device) or came
@@ -113,15 +113,15 @@ class MigReconfiguration:
             g for places in on.values() for g in places if g.instance is not None and g.instance.gpu_uuid is not None
         ]
         nodes = list(dict.fromkeys(gpu.label or gpu.address for gpu in real))
-        found = self._layouts.watch(nodes) if self._layouts is not None and not self._emulated else {}
+        devices = self._layouts.watch(nodes) if self._layouts is not None and not self._emulated else {}
         waiting = self.waiting
         for device, places in self._there.items():
-            self._there[device] = [gpu for gpu in places if _is_present(gpu, found)]
+            self._there[device] = [gpu for gpu in places if _is_present(gpu, devices)]
         return tuple(
             gpu
             for gpu in gpus
             if not any(excludes(gpu, other) for other in on.get(gpu.device, ()))
-            and (gpu.id in waiting or _is_present(gpu, found))
+            and (gpu.id in waiting or _is_present(gpu, devices))
         )
 
 

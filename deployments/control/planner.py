@@ -120,8 +120,8 @@ class PlannerProcess:
     def answers(self) -> list[tuple[int, Proposal | str]]:
         """Return the answers since the last call, with the numbers of their questions."""
         with self._lock:
-            found, self._answers = self._answers, []
-        return found
+            answers, self._answers = self._answers, []
+        return answers
 
     def close(self) -> None:
         """End the process."""

@@ -81,9 +81,9 @@ def as_split(workload: Workload, declared: Workload, models: Sequence[ModelSpec]
         by_model((*workload.models, *models)).keys() & {s.model for s in workload.models} & {s.model for s in models}
     )
     known = {spec.name: spec for spec in (*models, *declared.models, *workload.models)}
-    kept = [spec for spec in workload.models if spec.model not in split]
+    others = [spec for spec in workload.models if spec.model not in split]
     shares = ((s.name, {"share_pct": s.share_pct, "shadow": s.shadow}) for s in models if s.model in split)
-    return _edits(workload, [*kept, *(known[name].model_copy(update=terms) for name, terms in shares)])
+    return _edits(workload, [*others, *(known[name].model_copy(update=terms) for name, terms in shares)])
 
 
 def to_take_back(workload: Workload, model: str, version: str) -> str:
@@ -107,10 +107,10 @@ def checked(models: Sequence[ModelSpec]) -> Workload:
 
 def _edits(workload: Workload, models: Sequence[ModelSpec]) -> Edits:
     """Return how models differ from the declared ones, where versions share out their declared rates."""
-    before, wanted = {spec.name: spec for spec in workload.models}, checked(models).models
-    rates = shared_out({name: spec.rate_rps for name, spec in before.items()}, workload.models, wanted)
-    found = {s.name: s.model_copy(update={"rate_rps": rates.get(s.name) or s.rate_rps}) for s in wanted}
-    return {name: found.get(name) for name in (*before, *found) if found.get(name) != before.get(name)}
+    before, after = {spec.name: spec for spec in workload.models}, checked(models).models
+    rates = shared_out({name: spec.rate_rps for name, spec in before.items()}, workload.models, after)
+    specs = {s.name: s.model_copy(update={"rate_rps": rates.get(s.name) or s.rate_rps}) for s in after}
+    return {name: specs.get(name) for name in (*before, *specs) if specs.get(name) != before.get(name)}
 
 
 def _versions(workload: Workload, model: str) -> tuple[list[ModelSpec], ModelSpec]:

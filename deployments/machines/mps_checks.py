@@ -36,15 +36,15 @@ def check_gpus(
         return [Finding("nvidia driver", "fail", str(error), "nvidia-smi")]
     if not devices:
         return [Finding("nvidia driver", "fail", "it answers, but there is no GPU", "nvidia-smi -L")]
-    found = [Finding("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
+    findings = [Finding("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
     for device in devices:
-        found += [_check_gpu(device), *_check_processes(device, others)]
-    return [*found, *_check_layouts(devices)]
+        findings += [_check_gpu(device), *_check_processes(device, others)]
+    return [*findings, *_check_layouts(devices)]
 
 
 def _check_layouts(devices: Sequence[GpuDevice]) -> list[Finding]:
     """Return a line for every GPU that MIG can cut: how it is cut, and what it waits for."""
-    found = []
+    findings = []
     of = {device.parent_uuid or device.uuid: device for device in devices if device.has_mig}
     for uuid, device in of.items():
         parts = [each for each in devices if each.parent_uuid == uuid]
@@ -53,13 +53,13 @@ def _check_layouts(devices: Sequence[GpuDevice]) -> list[Finding]:
         name = f"layout {uuid[4:12]}"
         if device.resets:
             cure = f"end what uses it, then nvidia-smi --gpu-reset -i {uuid}"
-            found.append(Finding(name, "fail", f"{layout}; its MIG mode changes at its next reset", cure))
+            findings.append(Finding(name, "fail", f"{layout}; its MIG mode changes at its next reset", cure))
         elif any(each.start is None for each in parts):
             cure = "as root, or with access to /proc/driver/nvidia/capabilities/mig/config, plans can address places"
-            found.append(Finding(name, "note", f"{layout}: this user is not told where", cure))
+            findings.append(Finding(name, "note", f"{layout}: this user is not told where", cure))
         else:
-            found.append(Finding(name, "ok", layout))
-    return found
+            findings.append(Finding(name, "ok", layout))
+    return findings
 
 
 def _name(device: GpuDevice) -> str:
@@ -69,29 +69,29 @@ def _name(device: GpuDevice) -> str:
 def _check_processes(
     device: GpuDevice, others: Callable[[str], tuple[OtherProcess, ...] | None]
 ) -> tuple[Finding, ...]:
-    found = others(device.uuid)
-    if not found:
+    foreign = others(device.uuid)
+    if not foreign:
         return ()
     cure = "with `mps: required` gpu-lets refuse to start beside them; stop them, or plan with `mps: auto`"
-    return (Finding(f"{_name(device)} others", "note", f"not Tenuto's: {', '.join(map(str, found))}", cure),)
+    return (Finding(f"{_name(device)} others", "note", f"not Tenuto's: {', '.join(map(str, foreign))}", cure),)
 
 
 def _check_gpu(device: GpuDevice) -> Finding:
     name = _name(device)
-    found = (
+    description = (
         f"{device.type}, {device.free_memory_mib} of {device.memory_mib} MiB free, {device.sm_count} SMs, "
         f"compute mode {device.compute_mode}"
     )
     if device.is_mig:
         cure = f"nvidia-smi -i {device.uuid} -mig 0, or let plans cut it: tenuto cluster --mig managed"
-        return Finding(name, "fail", f"{found}, in MIG mode without a MIG device", cure)
+        return Finding(name, "fail", f"{description}, in MIG mode without a MIG device", cure)
     if device.compute_mode == "prohibited":
-        return Finding(name, "fail", found, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")
+        return Finding(name, "fail", description, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")
     if device.compute_capability < _VOLTA:
-        return Finding(name, "note", f"{found}, older than Volta: no shares", "plan whole GPUs, with `mps: off`")
+        return Finding(name, "note", f"{description}, older than Volta: no shares", "plan whole GPUs, with `mps: off`")
     if device.free_memory_mib < _LEAST_FREE_MIB:
-        return Finding(name, "note", found, f"stop what holds the memory: nvidia-smi -i {device.uuid}")
-    return Finding(name, "ok", found)
+        return Finding(name, "note", description, f"stop what holds the memory: nvidia-smi -i {device.uuid}")
+    return Finding(name, "ok", description)
 
 
 def check_mps(
@@ -158,11 +158,11 @@ def _check_leftovers(base: Path, processes: Processes) -> Finding:
         else f"rm -r {left.directory}"
         for left in leftovers
     ]
-    found = ", ".join(
+    shown = ", ".join(
         f"{left.gpu_uuid} ({'an unused daemon, pid ' + str(left.pid) if left.is_running else 'of a dead daemon'})"
         for left in leftovers
     )
-    return Finding("CUDA MPS leftovers", "note", found, "if no plan is being served: " + "; ".join(cures))
+    return Finding("CUDA MPS leftovers", "note", shown, "if no plan is being served: " + "; ".join(cures))
 
 
 def _check_others(pids: tuple[int, ...], processes: Processes) -> Finding:
@@ -180,11 +180,11 @@ def _check_others(pids: tuple[int, ...], processes: Processes) -> Finding:
 def foreign_daemons(base: Path, proc: Path = Path("/proc")) -> tuple[int, ...]:
     """Return the pids of control daemons that have no pipe directory below `base`, as far as /proc tells this user."""
     processes = Processes(proc)
-    found = []
+    pids = []
     for pid in sorted(int(entry.name) for entry in proc.glob("[0-9]*")):
         if processes.name_of(pid) == BINARY:
             environment = processes.environment_of(pid) or {}  # another user's is not shown, and certainly not ours
             pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY")
             if pipes is None or not Path(pipes).is_relative_to(base):
-                found.append(pid)
-    return tuple(found)
+                pids.append(pid)
+    return tuple(pids)

@@ -29,10 +29,10 @@ def read_ray_inventory(
     import ray
 
     nodes = {node["NodeManagerAddress"]: node for node in alive_nodes()}
-    asked = {address: on_node(node["NodeID"], _inventory_or_reason, read) for address, node in sorted(nodes.items())}
-    found: dict[str, tuple[GpuDevice, ...]] = {}
+    answers = {address: on_node(node["NodeID"], _inventory_or_reason, read) for address, node in sorted(nodes.items())}
+    inventory: dict[str, tuple[GpuDevice, ...]] = {}
     reasons = []
-    for address, answer in asked.items():
+    for address, answer in answers.items():
         try:
             devices = ray.get(answer, timeout=timeout_s)
         except Exception as error:  # Ray has several kinds of errors for a lost node or a timeout
@@ -42,10 +42,10 @@ def read_ray_inventory(
                 raise EnvironmentFaultError(f"node {address} has GPUs for Ray, but {devices}")
             reasons.append(f"{address}: {devices}")
         elif devices:
-            found[address] = devices
-    if not found:
+            inventory[address] = devices
+    if not inventory:
         raise EnvironmentFaultError("no node of the Ray cluster has a GPU. " + " ".join(reasons))
-    return found
+    return inventory
 
 
 def _inventory_or_reason(read: Callable[[], tuple[GpuDevice, ...]]) -> tuple[GpuDevice, ...] | str:
@@ -97,9 +97,9 @@ def _cut_group(parts: Sequence[GpuDevice], mig: MigUse) -> list[GpuGroup]:
 
 
 def _plain_groups(devices: Sequence[GpuDevice], mig: MigUse) -> list[GpuGroup]:
-    found = []
+    groups = []
     for (kind, memory_mib, is_mig), equal in groupby(devices, key=lambda d: (d.type, d.memory_mib, d.is_mig)):
         uuids = tuple(device.uuid for device in equal)
         managed = mig if is_mig else None
-        found.append(GpuGroup(type=kind, count=len(uuids), uuids=uuids, memory_mib=memory_mib, mig=managed))
-    return found
+        groups.append(GpuGroup(type=kind, count=len(uuids), uuids=uuids, memory_mib=memory_mib, mig=managed))
+    return groups

@@ -71,13 +71,13 @@ class NodeLayouts:
 
     def ended(self) -> dict[str, str]:
         """Return the GPUs, by id, that were cut since the last call, each with why it could not be; empty: it was."""
-        found = {}
+        errors = {}
         for device, task in list(self._cutting.items()):
             is_over, answer = self._poll(task)
             if is_over:
                 del self._cutting[device]
-                found[device] = answer or ""
-        return found
+                errors[device] = answer or ""
+        return errors
 
     def watch(self, nodes: Sequence[str | None]) -> Mapping[str, tuple[MigDevice, ...]]:
         """Return the MIG devices of GPUs of some nodes by the GPU's UUID, at most some seconds old; a GPU of which
@@ -96,9 +96,9 @@ class NodeLayouts:
         return self._present
 
 
-def _cut(gpu_uuid: str, wanted: tuple[MigCut, ...]) -> str:
+def _cut(gpu_uuid: str, layout: tuple[MigCut, ...]) -> str:
     try:
-        apply_layout(gpu_uuid, wanted)
+        apply_layout(gpu_uuid, layout)
     except EnvironmentFaultError as error:
         return str(error)
     return ""
@@ -146,7 +146,7 @@ def check_layouts(plan: Plan, read: Callable[[], Mapping[str, Sequence[GpuDevice
     if not any(gpu.mig is not None or gpu.instance is not None or gpu.uuid is not None for gpu in places):
         return
     with suppress(EnvironmentFaultError):
-        devices = [device for found in read().values() for device in found]
+        devices = [device for of_node in read().values() for device in of_node]
         raise_if_any([problem for gpu in places for problem in _layout_problems(gpu, devices)])
 
 

@@ -47,10 +47,10 @@ def run_apart(call: Callable[..., T], *arguments: Any, limit_s: float = LIMIT_S)
         ) from None
     if done.returncode != 0:
         raise EnvironmentFaultError(f"to {name} failed: its process ended with {done.returncode}. Its log says why.")
-    found, error = pickle.loads(done.stdout)  # our own child wrote these bytes, so they are safe to unpickle
+    value, error = pickle.loads(done.stdout)  # our own child wrote these bytes, so they are safe to unpickle
     if error is not None:
         raise error
-    result: T = found
+    result: T = value
     return result
 
 

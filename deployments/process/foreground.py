@@ -240,13 +240,13 @@ class _Foreground:
 
     def _reap(self, below: dict[int, _Below]) -> int | None:
         """Take the exit states of processes that ended; return that of the process behind, None while it runs."""
-        found = None
+        own_status = None
         for pid in [process.pid for process in below.values() if process.state == "Z"]:
             with suppress(ChildProcessError):  # the child of another process
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended == self._child:
-                    found = status
-        return found
+                    own_status = status
+        return own_status
 
     def _lost(self, below: dict[int, _Below]) -> bool:
         """Report which known processes have ended since the last look; return whether serving has become impossible."""
@@ -321,7 +321,7 @@ def _below(others: frozenset[int]) -> dict[int, _Below]:
                 (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
             )
             children.setdefault(int(parent), []).append((int(entry.name), state))
-    found: dict[int, _Below] = {}
+    processes: dict[int, _Below] = {}
     waiting = [os.getpid()]
     while waiting:
         for pid, state in children.get(waiting.pop(), ()):
@@ -330,6 +330,6 @@ def _below(others: frozenset[int]) -> dict[int, _Below]:
             words: list[bytes] = []
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
-            found[pid] = _Below(pid, b" ".join(words).decode(errors="replace"), state)
+            processes[pid] = _Below(pid, b" ".join(words).decode(errors="replace"), state)
             waiting.append(pid)
-    return found
+    return processes

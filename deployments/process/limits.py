@@ -34,19 +34,19 @@ def within(limit_s: float, call: Callable[P, T], *args: P.args, **kwargs: P.kwar
     Raises:
         EnvironmentFaultError: the call took too long.
     """
-    found: Future[T] = Future()
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.set_result(call(*args, **kwargs))
+            result.set_result(call(*args, **kwargs))
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="within", daemon=True).start()
     try:
-        return found.result(limit_s)
+        return result.result(limit_s)
     except TimeoutError:
-        if found.done():  # the call itself raised this TimeoutError
+        if result.done():  # the call itself raised this TimeoutError
             raise
         name = getattr(call, "__qualname__", repr(call))
         raise EnvironmentFaultError(

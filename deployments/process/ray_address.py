@@ -245,10 +245,10 @@ def known_deployments() -> list[KnownDeployment]:
     """
     try:
         files = sorted(_notes().glob("*")) if _is_ours_alone(_own_folder()) else []
-        found = [KnownDeployment(**parse_json(read_text(file), str(file))) for file in files]
+        deployments = [KnownDeployment(**parse_json(read_text(file), str(file))) for file in files]
     except (OSError, InvalidInputError, TypeError):  # another version wrote it
         return []
-    return [k for k in found if _is_listened_to_by_us(k.address) and why_unreachable(k.address, 1.0) is None]
+    return [k for k in deployments if _is_listened_to_by_us(k.address) and why_unreachable(k.address, 1.0) is None]
 
 
 def _is_listened_to_by_us(address: str) -> bool:
@@ -320,8 +320,8 @@ def _own_folder() -> Path:
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _notes() -> Path:

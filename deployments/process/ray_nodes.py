@@ -21,5 +21,5 @@ def on_node(node_id: str, run: Callable[..., Any], *arguments: Any) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(run).remote(*arguments)
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(run).remote(*arguments)

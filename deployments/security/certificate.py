@@ -39,14 +39,14 @@ class Certificate:
             logger.info("new connections get the certificate that %s has now", self._files[0])
 
     def _stamps(self) -> list[tuple[int, int] | None]:
-        found: list[tuple[int, int] | None] = []
+        stamps: list[tuple[int, int] | None] = []
         for file in self._files:
             try:
-                told = os.stat(file)
-                found.append((told.st_mtime_ns, told.st_ino))
+                status = os.stat(file)
+                stamps.append((status.st_mtime_ns, status.st_ino))
             except OSError:
-                found.append(None)
-        return found
+                stamps.append(None)
+        return stamps
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

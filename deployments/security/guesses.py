@@ -47,7 +47,7 @@ class Guesses:
 def _network(address: str) -> str:
     """Return the network that is counted for an address: a client of IPv6 may have a whole /64 of addresses."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
+    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else str(parsed)

@@ -75,9 +75,9 @@ class Applications:
             declared = each["deployed_app_config"] or {}
             running = [deployment["deployment_config"] for deployment in each["deployments"].values()]
             # `serve deploy` may still be building what it was given.
-            found = running or declared.get("deployments", [])
-            if is_ours(name) and found:
-                applications.append({"name": name, "args": declared.get("args", {}), "deployments": found})
+            deployments = running or declared.get("deployments", [])
+            if is_ours(name) and deployments:
+                applications.append({"name": name, "args": declared.get("args", {}), "deployments": deployments})
         # Serve's applications do not say where Serve's proxies listen.
         deployment = Deployment.from_data({"applications": applications}, origin="what runs on Serve")
         return Deployed(deployment, entry["source"] == "declarative")
@@ -134,10 +134,10 @@ class Applications:
         """Return the addresses of the nodes that have gateways; empty if the node of this process has one."""
         import ray
 
-        there = {each.node_id for each in serve_processes() if each.application == ENTRY_APPLICATION}
-        if ray.get_runtime_context().get_node_id() in there:
+        nodes = {each.node_id for each in serve_processes() if each.application == ENTRY_APPLICATION}
+        if ray.get_runtime_context().get_node_id() in nodes:
             return []
-        return sorted(str(node["NodeManagerAddress"]) for node in alive_nodes() if node["NodeID"] in there)
+        return sorted(str(node["NodeManagerAddress"]) for node in alive_nodes() if node["NodeID"] in nodes)
 
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""
@@ -184,7 +184,9 @@ def check_nodes(config: ServeConfig) -> None:
 def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConfig) -> str | None:
     """Return what the nodes lack for a Serve config; None: nothing. `nodes` has the names of each node (its address
     first) and how many GPUs Ray counts there."""
-    gpus = {name: sum(count for names, count in nodes if name in names) for found, _ in nodes for name in found}
+    gpus = {
+        name: sum(count for names, count in nodes if name in names) for node_names, _ in nodes for name in node_names
+    }
     # Number of processes by the name of their node ("": any), their GPU, and the GPU or MIG instance that they are on.
     held: dict[str, dict[str, dict[str, int]]] = {}
     for application in config.gpulets:
@@ -207,11 +209,11 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: ServeConf
         shown = ", ".join(f"{gpu} ({count})" for gpu, count in crowded.items())
         return f"more gpu-lets than CUDA MPS has clients on a GPU, {MOST_CLIENTS}: {shown}. Plan with fewer per GPU."
     short = sorted(node for node, on_node in held.items() if node and len(on_node) > gpus[node])
-    everywhere, wanted = sum(count for _, count in nodes), sum(map(len, held.values()))
-    if short or wanted > everywhere:
+    everywhere, needed = sum(count for _, count in nodes), sum(map(len, held.values()))
+    if short or needed > everywhere:
         where = f"node {', '.join(short)} has" if short else "the cluster has"
         have = ", ".join(f"{gpus[node]:g}" for node in short) if short else f"{everywhere:g}"
-        needs = ", ".join(str(len(held[node])) for node in short) if short else str(wanted)
+        needs = ", ".join(str(len(held[node])) for node in short) if short else str(needed)
         return (
             f"the plan has gpu-lets on {needs} GPUs, and {where} {have} of them by Ray's count. Start Ray there with "
             "`--num-gpus`, as many as the plan uses, or plan on those that are there."
@@ -231,10 +233,10 @@ def check_cluster() -> None:
             return f"none ({error})"
         return found
 
-    asked = {on_node(node["NodeID"], version): node for node in alive_nodes()[:_MOST_CHECKED_NODES]}
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_CHECK_S)
+    versions = {on_node(node["NodeID"], version): node for node in alive_nodes()[:_MOST_CHECKED_NODES]}
+    ready, _ = ray.wait(list(versions), num_returns=len(versions), timeout=_CHECK_S)
     wrong = []
-    for answer, node in asked.items():
+    for answer, node in versions.items():
         found = ray.get(answer, timeout=ANSWER_S) if answer in ready else "unknown: the node does not answer"
         if found != __version__:
             wrong.append(f"{node['NodeManagerAddress']} has {found}")

@@ -86,15 +86,15 @@ def _built(schema: Any, logging_config: Any) -> list[bytes]:
     logs = {} if chosen is None else {"logging_config": chosen.model_dump()}
     options = {entry.name: entry.model_dump(exclude_unset=True) for entry in schema.deployments}
     version = get_app_code_version(schema)
-    found = []
+    requests = []
     for deployment in application.deployments:
-        asked = options.get(deployment.name, {})
-        at_once = asked.pop("rolling_update_percentage", None)
-        made = deployment.options(**{**logs, **asked})
+        own_options = options.get(deployment.name, {})
+        at_once = own_options.pop("rolling_update_percentage", None)
+        made = deployment.options(**{**logs, **own_options})
         if at_once is not None:  # `options` does not take it (Ray 2.60)
             made._deployment_config.rolling_update_percentage = at_once
         is_ingress = deployment.name == application.ingress_deployment_name
-        told = get_deploy_args(
+        arguments = get_deploy_args(
             made.name,
             made._replica_config,
             ingress=is_ingress,
@@ -103,16 +103,16 @@ def _built(schema: Any, logging_config: Any) -> list[bytes]:
             route_prefix=schema.route_prefix if is_ingress else None,
         )
         sent = DeploymentArgs(
-            deployment_name=told["deployment_name"],
-            deployment_config=told["deployment_config_proto_bytes"],
-            replica_config=told["replica_config_proto_bytes"],
-            deployer_job_id=told["deployer_job_id"],
+            deployment_name=arguments["deployment_name"],
+            deployment_config=arguments["deployment_config_proto_bytes"],
+            replica_config=arguments["replica_config_proto_bytes"],
+            deployer_job_id=arguments["deployer_job_id"],
             ingress=is_ingress,
         )
-        if told["route_prefix"]:
-            sent.route_prefix = told["route_prefix"]
-        found.append(sent.SerializeToString())
-    return found
+        if arguments["route_prefix"]:
+            sent.route_prefix = arguments["route_prefix"]
+        requests.append(sent.SerializeToString())
+    return requests
 
 
 def _application_arguments() -> bytes:

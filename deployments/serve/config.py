@@ -69,16 +69,16 @@ class ActorOptions:
 
     def to_data(self) -> dict[str, Any]:
         """Return the options in the form that Ray reads."""
-        found: dict[str, Any] = {"num_cpus": 0}
+        data: dict[str, Any] = {"num_cpus": 0}
         if self.node is not None and "=" in self.node:
-            found["label_selector"] = dict([self.node.split("=", 1)])
+            data["label_selector"] = dict([self.node.split("=", 1)])
         elif self.node is not None:
-            found["resources"] = {_NODE + self.node: _NODE_SLOT}  # Ray gives every node one unit of its own resource
+            data["resources"] = {_NODE + self.node: _NODE_SLOT}  # Ray gives every node one unit of its own resource
         if self.num_gpus:
-            found["num_gpus"] = self.num_gpus
+            data["num_gpus"] = self.num_gpus
         if self.environment:
-            found["runtime_env"] = {"env_vars": dict(self.environment)}
-        return found
+            data["runtime_env"] = {"env_vars": dict(self.environment)}
+        return data
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,13 @@ class ServeConfig:
 
     def check_ports(self) -> None:
         """Raise `InvalidInputError` if two sockets have the same port, unless each is on an address of its own."""
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for (one, first), (other, second) in combinations(self.sockets, 2):
             is_apart = one.is_loopback != other.is_loopback and not {one.host, other.host} & {"0.0.0.0", "::"}
             if one.port == other.port and not is_apart:
                 cure = f"Give {first} and {second} different ports."
-                found.append(Problem(second, other.port, f"is the port of {first} too", cure))
-        raise_if_any(found)
+                problems.append(Problem(second, other.port, f"is the port of {first} too", cure))
+        raise_if_any(problems)
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data, ready for `serve deploy`."""

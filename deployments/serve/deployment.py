@@ -144,23 +144,25 @@ class Deployment(StrictModel):
             InvalidInputError: the config is not one of ours, or breaks a rule.
         """
         whole = parse_document(_FoundConfig, data, origin=origin)
-        found = {each.name: each for each in whole.applications if each.deployments}
-        entry = found.get(ENTRY_APPLICATION)
+        applications = {each.name: each for each in whole.applications if each.deployments}
+        entry = applications.get(ENTRY_APPLICATION)
         if entry is None:
             cure = "Write it with `tenuto plan … -o plan.yaml`."
             raise refused(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan", cure)
         gateway = entry.deployments[0]
         config = parse_document(GatewayConfig, gateway.user_config, origin=f"{origin}: user_config of the gateway")
-        specs = [each.args["spec"] for each in found.values() if "spec" in each.args]
-        held = [each.deployments[0].user_config for name, each in found.items() if name.startswith(GPULET_PREFIX)]
+        specs = [each.args["spec"] for each in applications.values() if "spec" in each.args]
+        held = [
+            each.deployments[0].user_config for name, each in applications.items() if name.startswith(GPULET_PREFIX)
+        ]
         executor = parse_document(GpuletSpec, specs[0], origin=f"{origin}: args.spec").executor if specs else "auto"
         listen, operators = config.listen or Listen(port=cls.model_fields["port"].default), config.operators
         proxy_port = (whole.http_options or {}).get("port")
         cut = {model: int(name) for name, models in config.sub_clusters.items() for model in models}
-        control = found.get(CONTROL_APPLICATION)
+        control = applications.get(CONTROL_APPLICATION)
         settings = _OFF if control is None else control.deployments[0].user_config.get("settings", {})
         hangs_s = parse_document(GpuletConfig, held[0], origin=f"{origin}: user_config").hangs_s if held else HANGS_S
-        asked = {
+        fields = {
             "plan": config.plan,
             "name": config.name,
             "executor": executor,
@@ -186,7 +188,7 @@ class Deployment(StrictModel):
             "partition": cut if cut and (gateway.num_replicas == 1 or set(cut.values()) != {0}) else None,
             "control": None if settings == _OFF else settings,
         }
-        return parse_document(cls, asked, origin=origin)
+        return parse_document(cls, fields, origin=origin)
 
     @property
     def feeds_dispatchers(self) -> bool:
@@ -305,12 +307,12 @@ class Deployment(StrictModel):
         """Return the settings of the gateways' sockets, and of access to them."""
         access = self.access.model_dump(exclude_defaults=True)
         tls = {key: access.pop(key) for key in ("tls_cert", "tls_key") if key in access}
-        found: dict[str, Any] = {**access, "listen": {"host": self.host, "port": self.port, **tls}}
+        sockets: dict[str, Any] = {**access, "listen": {"host": self.host, "port": self.port, **tls}}
         if self.grpc_port:
-            found["grpc"] = {"host": self.host, "port": self.grpc_port, **tls}
+            sockets["grpc"] = {"host": self.host, "port": self.grpc_port, **tls}
         if self.operators_at != 0:
-            found["operators"] = {"host": "127.0.0.1", "port": self.operators_at}
-        return found
+            sockets["operators"] = {"host": "127.0.0.1", "port": self.operators_at}
+        return sockets
 
     def _names_in(self, sub_cluster: str, part: Plan) -> list[str]:
         """Return the models for which gateways send requests to a sub-cluster."""
@@ -383,8 +385,8 @@ def _standby_of(part: Plan, standby: Sequence[Gpulet]) -> dict[str, list[str]]:
     """Return the setting `standby` of a sub-cluster's dispatcher, with the idle gpu-lets of its models; else
     nothing."""
     models = {spec.name for spec in part.models}
-    found = [gpulet.id for gpulet in standby if models & {replica.name for replica in gpulet.models}]
-    return {"standby": found} if found else {}
+    ids = [gpulet.id for gpulet in standby if models & {replica.name for replica in gpulet.models}]
+    return {"standby": ids} if ids else {}
 
 
 def _actor_options(process: GpuletProcess) -> ActorOptions:

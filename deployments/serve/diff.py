@@ -58,25 +58,25 @@ def diff(old: Plan, new: Plan) -> tuple[GpuletChange, ...]:
 def layout_changes(old: Plan, new: Plan) -> tuple[LayoutChange, ...]:
     """Return the GPUs that the new plan cuts into other MIG instances. Idle instances and GPUs count as free."""
     before, after = _places(old), _places(new)
-    found = []
+    changes = []
     held = old.by_gpu()
     for device in before.keys() & after.keys():
         gone = [gpu for gpu in before[device] if any(excludes(gpu, other) for other in after[device])]
-        here = {(gpu.id, gpu.type) for gpu in before[device]}
-        come = [gpu for gpu in after[device] if (gpu.id, gpu.type) not in here]
+        present = {(gpu.id, gpu.type) for gpu in before[device]}
+        come = [gpu for gpu in after[device] if (gpu.id, gpu.type) not in present]
         if come and any(gpu.instance is not None for gpu in (*gone, *come)):
             gpulets = [gpulet for gpu in gone for gpulet in held[gpu.id]]
             rate = sum(replica.rate_rps or 0.0 for gpulet in gpulets for replica in gpulet.models)
             shown = (tuple(map(_cut_as, gone)), tuple(map(_cut_as, come)))
-            found.append(LayoutChange(device, *shown, tuple(gpulet.id for gpulet in gpulets), round(rate, 6)))
-    return tuple(sorted(found, key=lambda change: change.gpu))
+            changes.append(LayoutChange(device, *shown, tuple(gpulet.id for gpulet in gpulets), round(rate, 6)))
+    return tuple(sorted(changes, key=lambda change: change.gpu))
 
 
 def _places(plan: Plan) -> dict[str, list[PlannedGpu]]:
-    found: dict[str, list[PlannedGpu]] = {}
+    places: dict[str, list[PlannedGpu]] = {}
     for gpu in plan.gpus:
-        found.setdefault(gpu.device, []).append(gpu)
-    return found
+        places.setdefault(gpu.device, []).append(gpu)
+    return places
 
 
 def _cut_as(gpu: PlannedGpu) -> str:
@@ -112,20 +112,20 @@ def _in_place(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChan
 
 def _routes(plan: Plan, gpulet: Gpulet) -> dict[str, list[Any]]:
     """Return what only the gateways know of a gpu-let: what its models are asked and promised."""
-    found: dict[str, list[Any]] = {key: [value] for key, value in dict(gpulet).items() if key != "models"}
+    settings: dict[str, list[Any]] = {key: [value] for key, value in dict(gpulet).items() if key != "models"}
     for replica in gpulet.models:
         for part in (replica, plan.model(replica.name)):
             for key, value in dict(part).items():
-                found.setdefault(f"{replica.name}: {key.replace('_', ' ')}", []).append(value)
-    return found
+                settings.setdefault(f"{replica.name}: {key.replace('_', ' ')}", []).append(value)
+    return settings
 
 
 def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
     """Return what can change in place: the resident models, how they are built, and their batch sizes."""
-    found = {}
+    settings = {}
     for replica in gpulet.models:
         spec = plan.model(replica.name)
-        found[replica.name] = {
+        settings[replica.name] = {
             "batch size": replica.batch_size,
             "source": spec.source,
             "weights": spec.weights_path,
@@ -137,8 +137,8 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
         }
     for program in gpulet.programs:
         if program.is_joint:
-            found[f"program {program.name}"] = {"batch size": program.batch_size, "latency": program.latency}
-    return found
+            settings[f"program {program.name}"] = {"batch size": program.batch_size, "latency": program.latency}
+    return settings
 
 
 def _model_reason(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:

@@ -48,10 +48,10 @@ def gateway_status() -> DispatchingStatus:
 
     try:
         handle = within(_ANSWER_S, serve.get_app_handle, ENTRY_APPLICATION)
-        found: DispatchingStatus = handle.status.remote().result(timeout_s=_ANSWER_S)
+        status: DispatchingStatus = handle.status.remote().result(timeout_s=_ANSWER_S)
     except Exception as error:  # Ray and Serve raise many kinds; a dispatcher that restarts causes a timeout
         raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
-    return found
+    return status
 
 
 def retire_controller(limit_s: float) -> None:
@@ -83,7 +83,7 @@ def _find(application: str) -> Finder:
 
         handle = await asyncio.to_thread(within, _READY_S, serve.get_app_handle, application)
         async with asyncio.timeout(_READY_S):
-            found: Endpoint = await handle.endpoint.remote(ray.get_runtime_context().get_node_id())
-        return found
+            endpoint: Endpoint = await handle.endpoint.remote(ray.get_runtime_context().get_node_id())
+        return endpoint
 
     return find

@@ -104,14 +104,14 @@ def open_directly(request: urllib.request.Request, timeout_s: float) -> Any:
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:
     """Return the Open Inference Protocol metadata of a model, or of NAME:VERSION, or the endpoint's `{"error": …}`."""
-    found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v2/models/{path_of(quote(model, safe=':'))}")
-    return found
+    metadata: dict[str, Any] = get_json(f"{url.rstrip('/')}/v2/models/{path_of(quote(model, safe=':'))}")
+    return metadata
 
 
 def generating_model(url: str, model: str) -> dict[str, Any]:
     """Return what GET /v1/models says of a model that generates, or the endpoint's `{"error": …}`."""
-    found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}")
-    return found
+    model_data: dict[str, Any] = get_json(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}")
+    return model_data
 
 
 def why_unread(url: str, model: str, body: bytes, timeout_s: float = 30.0) -> str | None:  # limit: for the answer
@@ -120,11 +120,11 @@ def why_unread(url: str, model: str, body: bytes, timeout_s: float = 30.0) -> st
     Raises:
         EnvironmentFaultError: nobody answers.
     """
-    status, found = _get(f"{url.rstrip('/')}/predict/{path_of(quote(model, safe=':'))}", timeout_s, body)
+    status, answer = _get(f"{url.rstrip('/')}/predict/{path_of(quote(model, safe=':'))}", timeout_s, body)
     if not 400 <= status < 500 or status in (408, 429):
         return None
     try:
-        return msgspec.json.decode(found, type=_Refusal).error
+        return msgspec.json.decode(answer, type=_Refusal).error
     except msgspec.MsgspecError:
         return f"HTTP {status}"
 

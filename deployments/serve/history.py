@@ -132,36 +132,36 @@ class History:
     def before(self) -> Version:
         """Return the last version with another plan than the newest; `EnvironmentFaultError` if there is none."""
         versions = self.all()
-        found = [version for version in versions if version.deployment.plan != versions[-1].deployment.plan]
-        if not found:
+        earlier = [version for version in versions if version.deployment.plan != versions[-1].deployment.plan]
+        if not earlier:
             nothing = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
             raise EnvironmentFaultError("no other plan ran before. See `tenuto history`." if versions else nothing)
-        return found[-1]
+        return earlier[-1]
 
-    def running(self, found: Deployed) -> Deployment:
+    def running(self, deployed: Deployed) -> Deployment:
         """Return the deployment that runs. When `serve deploy` brought it up, it first becomes a version, so that a
         rollback to it is possible."""
-        latest, deployment = self.latest(), found.deployment
+        latest, deployment = self.latest(), deployed.deployment
         if latest is not None:
             known = latest.deployment
             deployment = deployment.model_copy(update={"executor": known.executor})
-            if not found.by_serve:
+            if not deployed.by_serve:
                 return known.with_plan(deployment.plan)
             if known.config().entry == deployment.config().entry:
                 return known
-        if found.by_serve:
-            deployment = found.deployment
+        if deployed.by_serve:
+            deployment = deployed.deployment
             self.add(deployment, "serve deploy", "found running")
         return deployment
 
     def get(self, number: int) -> Version:
         """Return a version; raises `InvalidInputError` if it is not kept."""
-        found = self._read(number)
-        if found is None:
-            kept = self._numbers()
-            rule = f"is not kept; {f'kept are {kept[0]} to {kept[-1]}' if kept else 'nothing was deployed'}"
+        version = self._read(number)
+        if version is None:
+            numbers = self._numbers()
+            rule = f"is not kept; {f'kept are {numbers[0]} to {numbers[-1]}' if numbers else 'nothing was deployed'}"
             raise refused("version", number, rule, "See `tenuto history`.")
-        return found
+        return version
 
     def _numbers(self) -> list[int]:
         return [int(key.removeprefix(self._PREFIX)) for key in self._store.keys(self._PREFIX)]

@@ -30,13 +30,13 @@ class LogReader:
         import ray
 
         for node in dict.fromkeys(process.node_id for process in processes):
-            here = [process for process in processes if process.node_id == node]
-            files = [(process.log, self._offsets.get(process)) for process in here]
+            processes_here = [process for process in processes if process.node_id == node]
+            files = [(process.log, self._offsets.get(process)) for process in processes_here]
             try:
-                found = ray.get(on_node(node, read_lines, files, self._last), timeout=_READ_S)
+                logs = ray.get(on_node(node, read_lines, files, self._last), timeout=_READ_S)
             except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
                 continue
-            for process, (lines, offset) in zip(here, found, strict=True):
+            for process, (lines, offset) in zip(processes_here, logs, strict=True):
                 self._offsets[process] = offset
                 yield from lines
 
@@ -55,7 +55,7 @@ def read_lines(
         from ray._private.worker import _global_node
 
         folder = _global_node.get_logs_dir_path()
-    found = []
+    logs = []
     for path, offset in files:
         with open(folder + path, "rb") as file:
             size = file.seek(0, 2)
@@ -64,7 +64,5 @@ def read_lines(
             begin = file.seek(max(0, size - _MOST_BYTES) if offset is None else offset)
             whole, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")
         lines = whole.decode("utf-8", "replace").split("\n") if newline else []
-        found.append(
-            (lines if offset is not None else lines[max(0, len(lines) - last) :], begin + len(whole + newline))
-        )
-    return found
+        logs.append((lines if offset is not None else lines[max(0, len(lines) - last) :], begin + len(whole + newline)))
+    return logs

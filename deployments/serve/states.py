@@ -67,8 +67,8 @@ def serve_processes() -> list[ServeProcess]:
 def application_details() -> dict[str, Any]:
     """Return what Serve knows of every application, by name; nothing if no Serve runs."""
     client = serve_client()
-    found: dict[str, Any] = within(ANSWER_S, client.get_serve_details)["applications"] if client else {}
-    return found
+    details: dict[str, Any] = within(ANSWER_S, client.get_serve_details)["applications"] if client else {}
+    return details
 
 
 def serve_client() -> Any:
@@ -84,13 +84,13 @@ def application_states() -> dict[str, ApplicationState]:
     `serve.status()` would return the same, but it pickles Serve's router once per deployment (30 ms each), in the
     calling process and again in Serve's controller. Several calls a second would slow down gpu-lets that start.
     """
-    found = {}
+    states = {}
     client = serve_client()
     for each in within(ANSWER_S, client.list_serve_statuses) if client else ():
         messages = (each.app_status.message, *(deployment.message for deployment in each.deployment_statuses))
         text = "\n".join(message for message in messages if message)
-        found[each.name] = ApplicationState(str(each.app_status.status.value), text)
-    return found
+        states[each.name] = ApplicationState(str(each.app_status.status.value), text)
+    return states
 
 
 def gpulets_of(states: Mapping[str, ApplicationState]) -> frozenset[str]:

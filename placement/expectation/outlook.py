@@ -233,12 +233,14 @@ def _room_to_generate(plan: Plan, carries: Carries) -> dict[str, float]:
 
 def provided_rps(plan: Plan) -> dict[str, float]:
     """Return the requests per second for which a plan says it has room, for models with a higher planned rate."""
-    said: dict[str, list[float | None]] = defaultdict(list)
+    planned: dict[str, list[float | None]] = defaultdict(list)
     for gpulet in plan.gpulets:
         for replica in gpulet.models:
-            said[replica.name].append(replica.rate_rps)
+            planned[replica.name].append(replica.rate_rps)
     rates = {spec.name: spec.rate_rps for spec in plan.models}
-    room = {name: math.fsum(rps for rps in each if rps is not None) for name, each in said.items() if None not in each}
+    room = {
+        name: math.fsum(rps for rps in each if rps is not None) for name, each in planned.items() if None not in each
+    }
     return {name: rps for name, rps in room.items() if 0.0 < rps < IN_FULL * rates.get(name, 0.0)}
 
 
@@ -281,12 +283,12 @@ def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
             for model in program.models:
                 waits_ms = slo_ms.get(model, math.inf) - program.slowdown * latency.at(1)
                 is_short[model] = is_short.get(model, True) and waits_ms < longest_ms
-    found = [model for model, is_it in is_short.items() if is_it]
-    if not found:
+    impatient = [model for model, is_it in is_short.items() if is_it]
+    if not impatient:
         return ()
     return (
         "some requests are lost while, on every gpu-let of their model, a neighbour's batch runs longer than they can "
-        f"wait: {listed(found)}",
+        f"wait: {listed(impatient)}",
     )
 
 

@@ -97,11 +97,11 @@ def measure_into(
 
 def splits_of(names: Sequence[str], size: int) -> list[dict[str, int]]:
     """Return the splits of a joint batch that are measured: the most even one, and all of each member alone."""
-    found: list[dict[str, int]] = []
+    splits: list[dict[str, int]] = []
     for split in (even_split(names, size), *({name: size} for name in names)):
-        if split not in found:
-            found.append(split)
-    return found
+        if split not in splits:
+            splits.append(split)
+    return splits
 
 
 def measure_joint(
@@ -127,7 +127,7 @@ def measure_joint(
     """
     together = ProgramRunner(merged)
     apart = {name: lone_program(name, models[name], PLAIN) for name in merged.signatures}
-    found = []
+    points = []
     threads = torch.get_num_threads()
     try:
         for share in shares:
@@ -140,13 +140,13 @@ def measure_joint(
                         together_ms.append(both[0])
                         apart_ms.append(both[1])
                 report(f"{len(splits)} splits at {share:g} %: round {repetition} of {repetitions}")
-            found += [
+            points += [
                 JointTimes(share, split, Timing.of(together_ms), Timing.of(apart_ms))
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True)
             ]
     finally:
         torch.set_num_threads(threads)
-    return found
+    return points
 
 
 def _both_ways_ms(
@@ -171,15 +171,15 @@ def measure_memory(merged: MergedNetwork, batch_sizes: Sequence[int], meter: Mem
     Neither the program nor the caller may refer to the originals any more, and `meter` must have been made before they
     were built. On a CPU, memory that this process freed before hides growth, so at least the weights are counted.
     """
-    found, runner = {}, ProgramRunner(merged)
+    peaks, runner = {}, ProgramRunner(merged)
     for size in batch_sizes:
         split = even_split(tuple(merged.signatures), size)
         meter.reset()
         runner.run(_inputs(runner, split), split)
         peak_mib = meter.peak_mib()
         if peak_mib is not None:
-            found[size] = round(max(peak_mib, merged.weights_mib), 3)
-    return found
+            peaks[size] = round(max(peak_mib, merged.weights_mib), 3)
+    return peaks
 
 
 def profiles_of(

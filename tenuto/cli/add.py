@@ -86,7 +86,7 @@ def command(
     name = name or re.sub(r"[^A-Za-z0-9._-]", "-", row_name(source)).lstrip("._-")
     entry: dict[str, Any] = {"name": name, "source": source, "rate_rps": rate_rps}
     if _generates(source):
-        told, notes, more = [], ["a language model: it generates"], _steps(source)
+        description, notes, more = [], ["a language model: it generates"], _steps(source)
     else:
         given, grid = parse_pairs(options), parse_sizes(sizes)
         if grid and is_exported(source):
@@ -95,9 +95,9 @@ def command(
             given["pad"] = {key: parse_number(text) for key, text in named_values("--pad", pad, "image=0").items()}
         signature = _signature(source, given)
         has_batch = any(tensor.axis is not None for tensor in signature.inputs)
-        told = [f"a network of {signature.platform}", *_described(signature)]
+        description = [f"a network of {signature.platform}", *_described(signature)]
         if not wants_json():
-            say("\n".join(told))
+            say("\n".join(description))
         _refuse_unlimited(source, signature)
         request = MeasureRequest(source, batch_sizes=(1, 2), budget_s=_BUDGET_S, options=given, sizes=grid, name=name)
         alone_ms, notes = _run(request, has_batch=has_batch)
@@ -106,7 +106,7 @@ def command(
             more["options"] = given
     entry |= more
     workload = _completed(output, entry)
-    if not printed_as_json({"told": told + notes, "entry": entry}):
+    if not printed_as_json({"told": description + notes, "entry": entry}):
         say("\n".join(notes))
         say(dump_yaml({"models": [entry]}, is_part=True).rstrip())
     if output is not None:

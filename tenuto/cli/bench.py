@@ -72,7 +72,7 @@ def command(
     key_file: str | None,
     force: bool,
     given: tuple[str, ...],
-    **asked: Any,
+    **settings: Any,
 ) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
@@ -101,7 +101,7 @@ def command(
     names = [spec.name for spec in served]
     unknown = (name for name in bodies if name not in names)
     raise_if_any(Problem("--body", name, "is no model that is asked", one_of(name, names)) for name in unknown)
-    options = BenchOptions(url, bodies=bodies, **asked)  # the other options have the names of its fields
+    options = BenchOptions(url, bodies=bodies, **settings)  # the other options have the names of its fields
     result = run_bench(served, options, tell, applications=applications, cluster=deployment.address or "auto")
     for note in (*notes, *result.schedule.notes):
         tell(note)

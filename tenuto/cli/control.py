@@ -99,8 +99,10 @@ def apply(plan_file: str | None, yes: bool, address: str | None) -> int:
         advice = (
             running.controller().advice() if advised is None else AdvisedPlan(advised, f"advised before: {plan_file}")
         )
-        found = running.running()
-        reached = running.deploy(found.near(advice.plan), advice.text, by="apply", agrees=agrees_to_losses(yes=yes))
+        deployment = running.running()
+        reached = running.deploy(
+            deployment.near(advice.plan), advice.text, by="apply", agrees=agrees_to_losses(yes=yes)
+        )
     return 0 if reached else 1
 
 

@@ -24,7 +24,7 @@ from tenuto.cli.deploying import (
 @yes_option
 @address_option
 @json_option
-def command(asked: ServingArguments, why: str, replace: bool, yes: bool, address: str | None) -> int:
+def command(arguments: ServingArguments, why: str, replace: bool, yes: bool, address: str | None) -> int:
     """Deploy PLAN on a running Ray cluster, where it runs on when this command ends.
 
     When a plan runs already, new gpu-lets start beside the old ones as far as there is room; they take over, and then
@@ -34,16 +34,16 @@ def command(asked: ServingArguments, why: str, replace: bool, yes: bool, address
 
     Example: tenuto deploy plan.yaml --emulate
     """
-    wanted = asked.deployment()
-    plan = wanted.plan
-    ground = asked.ground(plan)
+    deployment = arguments.deployment()
+    plan = deployment.plan
+    ground = arguments.ground(plan)
     with operations(address) as running:
         reached = running.deploy(
-            wanted,
-            why or asked.plan_file,
+            deployment,
+            why or arguments.plan_file,
             ground=ground,
             replace=replace,
-            unchanged=asked.left_open(),
+            unchanged=arguments.left_open(),
             agrees=agrees_to_losses(yes=yes),
         )
         version, url = running.history.latest(), running.base_url

@@ -87,7 +87,7 @@ class ServingArguments:
             partition = parted(base.plan, {}, count=int(cut))
         elif cut:
             partition = read_partition(cut)
-        asked = {
+        options = {
             **{name: getattr(self, name) for name in _same()},
             "executor": "emulated" if self.emulate else self.executor or base.executor,
             "access": {
@@ -103,16 +103,16 @@ class ServingArguments:
             "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
         }
         left = {field for field in self.left_open() if field != "access" or not keys}
-        given = {name: value for name, value in asked.items() if name not in left}
+        given = {name: value for name, value in options.items() if name not in left}
         whole = {**{name: getattr(base, name) for name in base.model_fields_set}, **given}
-        found = parse_document(Deployment, whole, origin="options")
+        deployment = parse_document(Deployment, whole, origin="options")
         # A wrong name or option must fail here, and not later in a replica.
-        make_scheduler(found.scheduler, from_plan(found.plan), found.scheduler_options)
-        check_policy(found.control, found.plan)
-        found.config().check_ports()
-        gpus_of(found.plan)
-        check_texts(found)
-        return found
+        make_scheduler(deployment.scheduler, from_plan(deployment.plan), deployment.scheduler_options)
+        check_policy(deployment.control, deployment.plan)
+        deployment.config().check_ports()
+        gpus_of(deployment.plan)
+        check_texts(deployment)
+        return deployment
 
     def left_open(self) -> list[str]:
         """Return the fields of `deployment` that no option sets. When a plan runs already, these stay as they are."""
@@ -135,15 +135,15 @@ def read_deployment(plan_file: str) -> Deployment:
 
     document = load_document(plan_file)
     plan = Plan.from_data(document, origin=plan_file)  # its faults with the name of the file
-    found = Deployment(plan=plan)
+    deployment = Deployment(plan=plan)
     if isinstance(document, dict) and "applications" in document and "policy" not in document:
-        found = Deployment.from_data(document, origin=plan_file)
-        if found.gateways == 1:  # plan files say 1 when their author gave no number
-            found = found.model_copy(update={"gateways": 0})
-    found = found.model_copy(update={"name": found.name or _name_of(plan_file)})
+        deployment = Deployment.from_data(document, origin=plan_file)
+        if deployment.gateways == 1:  # plan files say 1 when their author gave no number
+            deployment = deployment.model_copy(update={"gateways": 0})
+    deployment = deployment.model_copy(update={"name": deployment.name or _name_of(plan_file)})
     defaults = {name: field.get_default(call_default_factory=True) for name, field in Deployment.model_fields.items()}
     return Deployment.model_validate(
-        {name: value for name in defaults if (value := getattr(found, name)) != defaults[name]}
+        {name: value for name in defaults if (value := getattr(deployment, name)) != defaults[name]}
     )
 
 
@@ -218,17 +218,17 @@ def _meant(address: str | None) -> KnownDeployment | None:
     if address in ("auto", "local"):
         return None
     known = known_deployments()
-    found = [each for each in known if address in (None, each.name, each.address)]
-    if len(found) == 1 or (not found and (address is None or ":" in address)):
-        return found[0] if found else None
-    shown = ", ".join(map(str, found or known))
-    if not found:
+    matching = [each for each in known if address in (None, each.name, each.address)]
+    if len(matching) == 1 or (not matching and (address is None or ":" in address)):
+        return matching[0] if matching else None
+    shown = ", ".join(map(str, matching or known))
+    if not matching:
         cure = f"Known here: {shown or 'none'}. Give a URL, or host:port of its Ray."
         raise refused("--address", address, "is no deployment that was brought up here", cure)
     if not sys.stdin.isatty():
         raise EnvironmentFaultError(f"several deployments run here: {shown}. Name one with --address.")
-    chosen = click.prompt(f"{shown}. Which Ray?", type=click.Choice([each.address for each in found]), err=True)
-    return next(each for each in found if each.address == chosen)
+    chosen = click.prompt(f"{shown}. Which Ray?", type=click.Choice([each.address for each in matching]), err=True)
+    return next(each for each in matching if each.address == chosen)
 
 
 def deployment_at(address: str | None) -> KnownDeployment:
@@ -247,8 +247,8 @@ def deployment_at(address: str | None) -> KnownDeployment:
     named = (known.address if known is not None else address) or os.environ.get("RAY_ADDRESS", "")
     if address is None and not os.environ.get("RAY_ADDRESS"):
         return KnownDeployment(named, url="http://127.0.0.1:8000", operator_url="http://127.0.0.1:8000")
-    with operations(address) as found:
-        deployment = found.running()
+    with operations(address) as running:
+        deployment = running.running()
     return KnownDeployment(named, url=deployment.url, operator_url=deployment.operator_url)
 
 
@@ -297,9 +297,9 @@ def settings_shown(preview: ChangePreview) -> Iterator[str]:
             if setting.name in UNCHANGEABLE
             else "give it as an option"
         )
-        runs, wanted = setting.runs or "what runs", setting.wanted or "other settings"
-        stays = f"{runs} stays, not {wanted}; to change it, {cure}"
-        yield f"{setting.name}: {stays if setting.stays else f'{runs} → {wanted}'}"
+        runs, desired = setting.runs or "what runs", setting.wanted or "other settings"
+        stays = f"{runs} stays, not {desired}; to change it, {cure}"
+        yield f"{setting.name}: {stays if setting.stays else f'{runs} → {desired}'}"
 
 
 def keep_drained(preview: ChangePreview) -> None:
@@ -322,8 +322,8 @@ def operations(address: str | None) -> Iterator[Operations]:
             raise refused("--address", url, "does not say on which Ray it runs", "Give the address of its Ray.")
     elif (known := _meant(address)) is not None:
         address = known.address
-    with Operations(address, tell) as found:
-        yield found
+    with Operations(address, tell) as opened:
+        yield opened
 
 
 def asked_of_controller(address: str | None, question: Callable[[ControllerClient], T]) -> T:
@@ -441,4 +441,4 @@ _serving = (
         cluster_arguments,
     ),
 )
-serving_arguments = gathered(ServingArguments, "asked", *_serving)
+serving_arguments = gathered(ServingArguments, "arguments", *_serving)

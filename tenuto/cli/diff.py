@@ -22,35 +22,35 @@ def command(plan_file: str, from_file: str | None, address: str | None) -> None:
     from tenuto.deployments.control.change_preview import preview_change
     from tenuto.placement.planner.change_stages import CUTTING_S
 
-    wanted, kept = read_deployment(plan_file), left_open()
+    desired, open_settings = read_deployment(plan_file), left_open()
     if from_file is not None:
-        found = preview_change(read_deployment(from_file), wanted, kept)
+        preview = preview_change(read_deployment(from_file), desired, open_settings)
     else:
         with operations(address) as running:
-            found = running.preview(wanted, kept)
-    if printed_as_json(found):
+            preview = running.preview(desired, open_settings)
+    if printed_as_json(preview):
         return
     print_table(
         ("gpu-let", "change", "why"),
-        ((c.gpulet, c.kind, "; ".join(c.reasons) or "-") for c in found.changes),
+        ((c.gpulet, c.kind, "; ".join(c.reasons) or "-") for c in preview.changes),
         left=("change", "why"),
     )
-    for layout in found.layouts:
+    for layout in preview.layouts:
         ends = f"{', '.join(layout.emptied)} must end first" if layout.emptied else "nothing has to end for it"
         carries = f", which carry {layout.rate_rps:,.4g} rps" if layout.rate_rps else ""
         cut = f"{' + '.join(layout.before) or 'free slices'} → {' + '.join(layout.after)}"
         say(f"{layout.gpu} is cut anew: {cut}: {ends}{carries}; about {CUTTING_S:g} s beside the starts")
-    for number, step in enumerate(found.steps, 1):
+    for number, step in enumerate(preview.steps, 1):
         starting = ", ".join(step.starting) or "nothing"
         loss = f"; unserved meanwhile: {', '.join(step.unserved)}" if step.unserved else ""
-        say(f"step {number} of {len(found.steps)}: {starting} starts or loads{loss}")
-    if found.drained:
-        say(f"drained: {', '.join(found.drained)}")
-    if found.undrained:
-        say(f"drained no more: {', '.join(found.undrained)}; `tenuto deploy` asks for --yes")
-    if found.lost:
-        say(f"no longer served: {', '.join(found.lost)}; `tenuto deploy` asks for --yes")
-    for text in settings_shown(found):
+        say(f"step {number} of {len(preview.steps)}: {starting} starts or loads{loss}")
+    if preview.drained:
+        say(f"drained: {', '.join(preview.drained)}")
+    if preview.undrained:
+        say(f"drained no more: {', '.join(preview.undrained)}; `tenuto deploy` asks for --yes")
+    if preview.lost:
+        say(f"no longer served: {', '.join(preview.lost)}; `tenuto deploy` asks for --yes")
+    for text in settings_shown(preview):
         say(text)
-    if found.changes_nothing:
+    if preview.changes_nothing:
         say("nothing changes")

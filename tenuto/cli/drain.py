@@ -34,7 +34,7 @@ def draining_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def go_without(
     running: Operations,
-    found: Deployment,
+    deployment: Deployment,
     places: tuple[str, ...],
     profile_names: tuple[str, ...],
     policy: str | None,
@@ -49,25 +49,27 @@ def go_without(
 
     profiles, gpus = running.ground()
     if profile_names or not list(profiles):
-        profiles, _ = ClusterArguments(profile_names=profile_names).ground(found.plan)
-    used = ControlSettings.model_validate(found.control or {}).policy if policy is None else PolicyUsed(name=policy)
-    lost = running.lost_gpus((*found.plan.gpus, *gpus))
-    plan = plan_without_places(found.plan, places, profiles, gpus, lost=lost, used=used)
+        profiles, _ = ClusterArguments(profile_names=profile_names).ground(deployment.plan)
+    used = (
+        ControlSettings.model_validate(deployment.control or {}).policy if policy is None else PolicyUsed(name=policy)
+    )
+    lost = running.lost_gpus((*deployment.plan.gpus, *gpus))
+    plan = plan_without_places(deployment.plan, places, profiles, gpus, lost=lost, used=used)
 
     def ask(preview: ChangePreview) -> None:
         for change in preview.changes:
             if change.kind not in ("unchanged", "route-only"):
                 tell(f"{change.gpulet}: {change.kind}: {'; '.join(change.reasons)}")
         # Gpu-lets on GPUs that are lost for other reasons do not count: they are lost already.
-        here = [gpulet for gpulet in found.plan.gpulets if not {*gpulet.gpus} & {*lost}]
-        less = less_by(found.plan.model_copy(update={"gpulets": tuple(here)}), plan)
+        remaining = [gpulet for gpulet in deployment.plan.gpulets if not {*gpulet.gpus} & {*lost}]
+        less = less_by(deployment.plan.model_copy(update={"gpulets": tuple(remaining)}), plan)
         losses = [f"{name} keeps {left:,.4g} of {rate:,.4g} rps" for name, (rate, left) in less.items()]
         interrupted = dict.fromkeys(name for step in preview.steps for name in step.unserved)
         losses += [f"{name} is not served until its new gpu-lets are ready" for name in interrupted]
         if losses:
             agree(f"too little room elsewhere: {', '.join(losses)}", yes=yes)
 
-    return running.deploy(found.near(plan), why, by=why.partition(" ")[0], agrees=ask)
+    return running.deploy(deployment.near(plan), why, by=why.partition(" ")[0], agrees=ask)
 
 
 @click.command("drain", short_help="Move all gpu-lets off a node; new ones start before old ones end.")
@@ -84,15 +86,15 @@ def command(
     Example: tenuto drain n1
     """
     with operations(address) as running:
-        found = running.settled()
-        before = found.plan.drained
+        deployment = running.settled()
+        before = deployment.plan.drained
         places = tuple(dict.fromkeys((*before, *nodes)))
         for name in (name for name in nodes if name in before):
             tell(f"{name} is drained already")
         why = f"drain {', '.join(name for name in places if name not in before)}"
-        reached = places == before or go_without(running, found, places, profile_names, policy, why, yes=yes)
+        reached = places == before or go_without(running, deployment, places, profile_names, policy, why, yes=yes)
         if reached:
-            also = running.emptied(found.plan, places)
+            also = running.emptied(deployment.plan, places)
             stays = f"; until its Ray ends, there stay: {', '.join(also)}" if also else ""
             tell(f"no gpu-let is left on {', '.join(places)}{stays}")
     printed_as_json({"reached": reached, "drained": places})

@@ -59,7 +59,7 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # default: defaults of a live search: seco
 @click.pass_context
 def command(
     context: click.Context,
-    asked: VirtualArguments,
+    arguments: VirtualArguments,
     rate_scale: float,
     criterion: Criterion,
     tolerance: float,
@@ -78,7 +78,7 @@ def command(
 
     Example: tenuto goodput workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60
     """
-    is_live = "://" in asked.source
+    is_live = "://" in arguments.source
     axes = _axes(curve_texts, by_default=folder is not None and not is_live)
     out = None
     if folder is not None:
@@ -91,15 +91,15 @@ def command(
     answer: Answer
     if is_live:
         is_given = context.get_parameter_source("duration_s") is click.core.ParameterSource.COMMANDLINE
-        seconds = asked.duration_s if is_given else _LIVE_SECONDS
-        attempt, applications = _live(asked, seconds, clients, goal)
-        how = f"measured against {asked.source}, {seconds:g} s a run"
+        seconds = arguments.duration_s if is_given else _LIVE_SECONDS
+        attempt, applications = _live(arguments, seconds, clients, goal)
+        how = f"measured against {arguments.source}, {seconds:g} s a run"
         live = find_highest_rate(lambda scale: attempt(Factors(scale)), limits, lambda so_far: tell(_progress(so_far)))
         answer, summary = live, _summary(live, goal)
     else:
-        simulation = asked.simulation()  # so that wrong input is an error, and not a point of a curve
-        attempt, applications = in_virtual_time(asked.simulation), simulation.applications
-        how = f"in virtual time with {asked.scheduler_name}, {asked.duration_s:g} s a run (emulated)"
+        simulation = arguments.simulation()  # so that wrong input is an error, and not a point of a curve
+        attempt, applications = in_virtual_time(arguments.simulation), simulation.applications
+        how = f"in virtual time with {arguments.scheduler_name}, {arguments.duration_s:g} s a run (emulated)"
         virtual = find_highest_rate(
             lambda scale: simulation.try_rate(scale, goal), limits, lambda so_far: line.show(_progress(so_far))
         )
@@ -110,11 +110,11 @@ def command(
     base = answer.rate_scale or rate_scale
     drawn = {} if answer.is_interrupted else _draw(attempt, axes, base)
     summary |= {
-        "source": asked.source,
+        "source": arguments.source,
         "how": how,
         "curves_rate_scale": base,
         "curves": [curve.summary() for curve in drawn.values()],
-        "settings": {"scheduler": None if is_live else asked.scheduler_name, "seed": asked.seed},
+        "settings": {"scheduler": None if is_live else arguments.scheduler_name, "seed": arguments.seed},
         "applications": [application.name for application in applications],
     }
     if not printed_as_json(summary):

@@ -28,11 +28,11 @@ def command(number: int | None, output: str | None, address: str | None) -> None
     if output is not None and chosen is not None:
         write_file(output, chosen.deployment.plan.dump())
         return
-    told = [
+    listed = [
         {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan.to_data()}
         for v in versions
     ]
-    if printed_as_json({"versions": told}):
+    if printed_as_json({"versions": listed}):
         return
     if chosen is None:
         raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")

@@ -112,14 +112,16 @@ def command(
     begun = time.monotonic()
     merged, report = merge_models(loaded)
     data = {**report.to_data(), "merging_s": time.monotonic() - begun, "batch_size": batch_size, "device": "cpu"}
-    for found, cluster in zip(merged, data["clusters"], strict=True):
-        tell(f"timing {', '.join(found.names)}")
-        network = MergedNetwork([found], {name: models_by_name[name].signature for name in found.names})
-        split = dict.fromkeys(found.names, batch_size)
+    for cluster_models, cluster in zip(merged, data["clusters"], strict=True):
+        tell(f"timing {', '.join(cluster_models.names)}")
+        network = MergedNetwork(
+            [cluster_models], {name: models_by_name[name].signature for name in cluster_models.names}
+        )
+        split = dict.fromkeys(cluster_models.names, batch_size)
         (timed,) = measure_joint(network, models_by_name, [split], repetitions=repetitions)
         apart, together = timed.apart.median_ms, timed.together.median_ms
         cluster |= {"apart_ms": apart, "together_ms": together, "pays": together < 0.98 * apart}
-        del found, network
+        del cluster_models, network
     if writer is not None and merged:
         loaded.clear()
         joint = measure_into(

@@ -95,7 +95,7 @@ def command(
     generates: bool,
     max_sequences: int | None,
     max_batch_tokens: int | None,
-    **asked: Any,
+    **settings: Any,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
@@ -116,7 +116,7 @@ def command(
     """
     steps = {"max_sequences": max_sequences, "max_batch_tokens": max_batch_tokens}
     if generates:
-        return measure_steps(models, output, {**asked, **steps, "resume": resume, "time_limit_s": time_limit_s})
+        return measure_steps(models, output, {**settings, **steps, "resume": resume, "time_limit_s": time_limit_s})
     raise_if_any(
         Problem(f"--{key.replace('_', '-')}", value, "belongs to --generates", "Leave it out, or give --generates.")
         for key, value in steps.items()
@@ -124,12 +124,12 @@ def command(
     )
     if not models:
         raise refused("MODEL", None, "name at least one model", "Write for example `tenuto profile resnet50`.")
-    requests = _requests(models, asked.pop("names"), asked)
+    requests = _requests(models, settings.pop("names"), settings)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     writer = ProfileWriter(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
     until = None if time_limit_s is None else time.monotonic() + time_limit_s
-    with shares_of(asked["device"], needed=any(share < 100 for share in asked["shares"])) as given:
+    with shares_of(settings["device"], needed=any(share < 100 for share in settings["shares"])) as given:
         finished, fault = _measure(requests, writer, until, given)
     if writer.profile is None:
         raise fault or EnvironmentFaultError(
@@ -145,23 +145,23 @@ def command(
     return 130 if fault is not None else 0
 
 
-def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[str, Any]) -> list[MeasureRequest]:
+def _requests(models: tuple[str, ...], names: tuple[str, ...], settings: Mapping[str, Any]) -> list[MeasureRequest]:
     """Turn arguments into requests; the arguments have the names of a request's fields.
 
     Raises:
         InvalidInputError: lists the problems of all arguments.
     """
     problems: list[Problem] = []
-    asked = {**asked, "options": parse_pairs(asked["options"]), "sizes": parse_sizes(asked["sizes"])}
-    if asked["weights_path"] is not None and len(models) > 1:
+    settings = {**settings, "options": parse_pairs(settings["options"]), "sizes": parse_sizes(settings["sizes"])}
+    if settings["weights_path"] is not None and len(models) > 1:
         problems.append(
-            Problem("--weights", asked["weights_path"], "fits one model only", "Name one model with --weights.")
+            Problem("--weights", settings["weights_path"], "fits one model only", "Name one model with --weights.")
         )
     if names and len(names) != len(models):
         problems.append(Problem("--name", " ".join(names), "names another number of MODELs", "Give one for each."))
     requests, rows = [], set()
     for model, name in zip(models, (*names, *("",) * len(models)), strict=False):
-        request = MeasureRequest(model, **asked, name=name)
+        request = MeasureRequest(model, **settings, name=name)
         try:
             request.check()
             row = request.row
@@ -178,16 +178,16 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], asked: Mapping[st
 
 def parse_sizes(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the sizes to measure by name, from NAME=N,N texts; raises `InvalidInputError`."""
-    found: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
     for text in given:
         name, _, numbers = text.partition("=")
         values = [number.strip() for number in numbers.split(",")]
-        if not name or name in found or not all(value.isdecimal() and len(value) < 10 for value in values):
+        if not name or name in sizes or not all(value.isdecimal() and len(value) < 10 for value in values):
             raise refused(
                 "--sizes", text, "must name a size once, with whole numbers", "Write --sizes tokens=16,64,256."
             )
-        found[name] = tuple(sorted({int(value) for value in values}))
-    return found
+        sizes[name] = tuple(sorted({int(value) for value in values}))
+    return sizes
 
 
 def _measure(

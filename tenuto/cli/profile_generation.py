@@ -15,7 +15,7 @@ from tenuto.profiles import Generation, ModelProfile, Profile
 from tenuto.profiles.networks.model_options import ModelOptions
 
 
-def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[str, Any]) -> int:
+def measure_steps(models: tuple[str, ...], output: str | None, settings: Mapping[str, Any]) -> int:
     """Time the steps of one model on this machine, and say what they took. The profile is written each time that
     more is known.
 
@@ -24,16 +24,17 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
         EnvironmentFaultError: the model does not fit this machine's libraries or memory.
     """
     problems = []
-    if asked["time_limit_s"]:
+    if settings["time_limit_s"]:
         rule, cure = "is not for --generates", "Leave it out; Ctrl-C keeps what was measured."
-        problems.append(Problem("--time-limit-s", asked["time_limit_s"], rule, cure))
+        problems.append(Problem("--time-limit-s", settings["time_limit_s"], rule, cure))
     if len(models) != 1:
         problems.append(Problem("MODEL", " ".join(models) or None, "must be one model", "Name one model."))
-    shares = tuple(dict.fromkeys(asked["shares"]))
+    shares = tuple(dict.fromkeys(settings["shares"]))
     if not shares or not all(0 < share <= 100 for share in shares):
         rule = "shares are above 0, up to 100 (percent)"
-        problems.append(Problem("--shares", list(asked["shares"]), rule, "Write 50,100."))
-    sequences, batch = asked["max_sequences"] or 16, asked["max_batch_tokens"] or 512  # default: as the options say
+        problems.append(Problem("--shares", list(settings["shares"]), rule, "Write 50,100."))
+    sequences = settings["max_sequences"] or 16  # default: as the options say
+    batch = settings["max_batch_tokens"] or 512  # default: likewise
     if not 1 <= sequences <= batch:
         rule = f"must be from 1 to --max-batch-tokens ({batch})"
         problems.append(Problem("--max-sequences", sequences, rule, "Lower it, or raise the other."))
@@ -44,11 +45,11 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
     from tenuto.profiles.measuring.step_worker import StepRequest, StepsTimed, measure_generation
 
     (source,) = models
-    name = (asked["names"] or (Path(source).name,))[0]
+    name = (settings["names"] or (Path(source).name,))[0]
     origin = f"options of {source}"
-    options = ModelOptions.parse(parse_pairs(asked["options"]), origin).checked_build(origin)
+    options = ModelOptions.parse(parse_pairs(settings["options"]), origin).checked_build(origin)
     path = None if output is None else Path(output)
-    writer = ProfileWriter(path, command=shlex.join(command_line()), resume=asked["resume"])
+    writer = ProfileWriter(path, command=shlex.join(command_line()), resume=settings["resume"])
     known = writer.before(name, MeasureRequest(source))
     before = () if known is None or known.generation is None else known.generation.steps
     doubts_before = () if known is None else known.doubts
@@ -77,12 +78,12 @@ def measure_steps(models: tuple[str, ...], output: str | None, asked: Mapping[st
         writer.finish(Measurement(name, row, machine))
         is_kept = True
 
-    same = {key: asked[key] for key in ("device", "budget_s", "weights_path", "seed")}
+    same = {key: settings[key] for key in ("device", "budget_s", "weights_path", "seed")}
     request = StepRequest(source, sequences, batch, shares=left, config=options.config, **same)
     fault: BaseException | None = None
     if left:
         try:
-            with shares_of(asked["device"], needed=min(left) < 100) as given:
+            with shares_of(settings["device"], needed=min(left) < 100) as given:
                 measure_generation(
                     request, shares=given, on_step=lambda what, ms: notice(f"{what}: {ms:.2f} ms"), on_steps=keep
                 )

@@ -32,7 +32,7 @@ _LOST_S = 30.0  # limit: a cluster that has not answered for this long counts as
 @click.option(
     "--address", metavar="ADDRESS", help="Ray cluster to use. Default: RAY_ADDRESS, else a local Ray is started."
 )
-def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
+def command(arguments: ServingArguments, replace: bool, address: str | None) -> int:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
 
     A setting without an option here is as PLAN says, else the default below. Without a running Ray cluster, a local one
@@ -45,12 +45,12 @@ def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
     from tenuto.cli import exit_code
     from tenuto.deployments.process.foreground import run_in_front
 
-    deployment = asked.deployment()
-    ground = asked.ground(deployment.plan)
+    deployment = arguments.deployment()
+    ground = arguments.ground(deployment.plan)
 
     def serve(orders: Orders) -> int:
         try:
-            return exit_code(lambda: _serve(asked, deployment, ground, orders, address, replace=replace))
+            return exit_code(lambda: _serve(arguments, deployment, ground, orders, address, replace=replace))
         finally:
             sys.stderr.flush()
 
@@ -59,7 +59,7 @@ def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
 
 
 def _serve(
-    asked: ServingArguments,
+    arguments: ServingArguments,
     deployment: Deployment,
     ground: Ground | None,
     orders: Orders,
@@ -90,7 +90,7 @@ def _serve(
             begin(
                 launcher,
                 deployment,
-                asked.plan_file,
+                arguments.plan_file,
                 "serve",
                 ground,
                 ends_with_caller=True,
@@ -106,7 +106,7 @@ def _serve(
                 f"{launcher.operator_url}, on the Ray at {cluster_address()}. Ctrl-C drains."
             )
             orders.serving()
-            _keep(asked, orders)
+            _keep(arguments, orders)
         except Stopped:
             pass
         finally:
@@ -115,7 +115,7 @@ def _serve(
     tell("stopped")
 
 
-def _keep(asked: ServingArguments, orders: Orders) -> None:
+def _keep(arguments: ServingArguments, orders: Orders) -> None:
     """Serve until a stop is ordered, or until another command has deleted the deployment.
 
     Raises:
@@ -129,7 +129,7 @@ def _keep(asked: ServingArguments, orders: Orders) -> None:
     while True:
         orders.sleep(_LOOK_S)
         if orders.take_reload():
-            _reload(asked, orders)
+            _reload(arguments, orders)
         try:
             if not within(_ANSWER_S, is_deployed):
                 tell("deleted by another command")
@@ -147,27 +147,31 @@ def _keep(asked: ServingArguments, orders: Orders) -> None:
         heard_at, is_silent = time.monotonic(), False
 
 
-def read_again(asked: ServingArguments, given: Collection[str]) -> tuple[Deployment, Ground | None]:
+def read_again(arguments: ServingArguments, given: Collection[str]) -> tuple[Deployment, Ground | None]:
     """Return what the files say now, for arguments of which the `given` ones were typed; see `ServingArguments`."""
     with click.Context(command) as context:
         context.params = dict.fromkeys(given)
         for name in given:
             context.set_parameter_source(name, ParameterSource.COMMANDLINE)
-        deployment = asked.deployment()
-        return deployment, asked.ground(deployment.plan)
+        deployment = arguments.deployment()
+        return deployment, arguments.ground(deployment.plan)
 
 
-def _reload(asked: ServingArguments, orders: Orders) -> None:
+def _reload(arguments: ServingArguments, orders: Orders) -> None:
     """Read the files again and deploy what they say. If that fails, the present plan runs on."""
     from tenuto.deployments.control.operations import Operations
     from tenuto.deployments.process.apart import run_apart
 
-    tell(f"reading {asked.plan_file} again")
+    tell(f"reading {arguments.plan_file} again")
     try:
-        wanted, ground = run_apart(read_again, asked, given_options())
+        deployment, ground = run_apart(read_again, arguments, given_options())
         with Operations(None, tell, sleep=orders.sleep) as running:
-            reached = running.deploy(wanted, asked.plan_file, by="reload", ground=ground, agrees=keep_drained)
+            reached = running.deploy(deployment, arguments.plan_file, by="reload", ground=ground, agrees=keep_drained)
     except TenutoError as error:
         tell(f"nothing was reloaded: {error}")
     else:
-        tell(f"{asked.plan_file} is served" if reached else "its plan could not be reached; the plan before runs again")
+        tell(
+            f"{arguments.plan_file} is served"
+            if reached
+            else "its plan could not be reached; the plan before runs again"
+        )

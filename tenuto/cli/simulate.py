@@ -32,7 +32,7 @@ PROGRESS_S = 5.0  # format: time between two lines of progress
     "--control", "control_file", metavar="FILE", help="Let a controller with these settings change the plan meanwhile."
 )
 def command(
-    asked: VirtualArguments, rate_scale: float, folder: str | None, force: bool, control_file: str | None
+    arguments: VirtualArguments, rate_scale: float, folder: str | None, force: bool, control_file: str | None
 ) -> int:
     """Run PLAN in virtual time; or WORKLOAD, on a cluster in which every GPU hosts every model.
 
@@ -41,7 +41,7 @@ def command(
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
     if control_file is not None:
-        given = {"--output": folder, "--warmup-s": asked.warmup_s}
+        given = {"--output": folder, "--warmup-s": arguments.warmup_s}
         raise_if_any(
             [
                 Problem(option, value, "is not for runs with --control", "Leave one of them away.")
@@ -49,8 +49,8 @@ def command(
                 if value is not None
             ]
         )
-        return _run_controlled(asked, control_file, rate_scale)
-    simulation = asked.simulation()
+        return _run_controlled(arguments, control_file, rate_scale)
+    simulation = arguments.simulation()
     out = _report_folder(folder, force=force)
     run = simulation.run(rate_scale)
     for note in run.load.schedule.notes:
@@ -58,7 +58,7 @@ def command(
     summary = run.summary()
     if not printed_as_json(summary):
         print_run(summary)
-        say(_in_words(summary, asked.scheduler_name))
+        say(_in_words(summary, arguments.scheduler_name))
         for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
             say(f"scheduler: {line}")
     if out is not None:

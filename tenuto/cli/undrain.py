@@ -23,13 +23,13 @@ def command(
     Example: tenuto undrain n1
     """
     with operations(address) as running:
-        found = running.settled()
-        drained = found.plan.drained
+        deployment = running.settled()
+        drained = deployment.plan.drained
         for name in nodes:
             if name not in drained:
                 raise refused("node", name, "is not drained", f"Drained: {', '.join(drained) or 'nothing'}.")
         left = tuple(name for name in drained if name not in nodes)
         why = f"undrain {', '.join(nodes)}"
-        reached = go_without(running, found, left, profile_names, policy, why, yes=yes)
+        reached = go_without(running, deployment, left, profile_names, policy, why, yes=yes)
     printed_as_json({"reached": reached, "drained": left})
     return 0 if reached else 1

@@ -160,7 +160,7 @@ def _is_plan(document: Any) -> bool:
 
 virtual_arguments = gathered(
     VirtualArguments,
-    "asked",
+    "arguments",
     click.argument("source", metavar="PLAN|WORKLOAD"),
     cluster_arguments,
     click.option(

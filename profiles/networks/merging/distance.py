@@ -90,5 +90,5 @@ def _adjacent_operators(graph: OperatorGraph) -> list[Counter[tuple[str, str]]]:
 def _cost(a: OperatorGraph, b: OperatorGraph, mapping: Mapping[int, int]) -> float:
     relabelled = sum(a.kinds[i] != b.kinds[j] for i, j in mapping.items())
     operators = len(a.kinds) + len(b.kinds) - 2 * len(mapping)
-    kept = sum((mapping.get(i), mapping.get(j)) in b.edges for i, j in a.edges)
-    return float(relabelled + operators + len(a.edges) + len(b.edges) - 2 * kept)
+    common = sum((mapping.get(i), mapping.get(j)) in b.edges for i, j in a.edges)
+    return float(relabelled + operators + len(a.edges) + len(b.edges) - 2 * common)

@@ -32,11 +32,11 @@ class Merged:
         Raises:
             InvalidInputError: no two of the models merge within the tolerance; the cure is to serve them one by one.
         """
-        found, report = merge_models({member: (loaded.module, loaded.signature) for member, loaded in models.items()})
-        if not found:
+        merged, report = merge_models({member: (loaded.module, loaded.signature) for member, loaded in models.items()})
+        if not merged:
             reasons = "; ".join(f"{member}: {reason}" for member, reason in report.unmerged.items())
             raise refused("merge", "+".join(models), f"cannot run as one program ({reasons})", CURE)
-        return cls(tuple(found), report, {name: loaded.signature for name, loaded in models.items()})
+        return cls(tuple(merged), report, {name: loaded.signature for name, loaded in models.items()})
 
 
 class MergedNetwork:
@@ -71,12 +71,12 @@ class MergedNetwork:
         """Compute the outputs of the models that have a batch; only their operators run."""
         if self._on_cuda:
             set_backends(PLAIN.chosen(None))  # because its outputs were checked in fp32
-        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        outputs: dict[str, tuple[torch.Tensor, ...]] = {}
         for names, part in self._parts:
             mine = {name: batches[name] for name in names if name in batches}
             if mine:
-                found |= part.run(mine) if isinstance(part, MergedModels) else part(mine)
-        return found
+                outputs |= part.run(mine) if isinstance(part, MergedModels) else part(mine)
+        return outputs
 
     def padded(self, rows: int) -> int:
         """Return `rows`, as joint batches are not padded: they have too many splits to prepare."""

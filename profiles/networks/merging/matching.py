@@ -129,7 +129,7 @@ def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
 
     A model joins a group if the submatrix that all members share stays at least `OMEGA` of the mean of their weights.
     """
-    found = []
+    operators = []
     tables = {model.name: _table(model) for model in models}
     anchor, others = models[0], models[1:]
     by_name = {model.name: model for model in models}
@@ -145,8 +145,8 @@ def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
         for i, members in joined.items():
             shared = _group(by_name, anchors[i], members)
             if shared is not None:
-                found.append(shared)
-    return found
+                operators.append(shared)
+    return operators
 
 
 def _table(model: CapturedModel) -> dict[Any, list[WeightedOperator]]:

@@ -74,11 +74,11 @@ class MergedModels:
         """Run batches of some of the models together, each of its own size, and return every model's outputs."""
         chosen = [name for name in self.names if name in batches]
         outputs = list(self.program(chosen)(*(tensor for name in chosen for tensor in batches[name])))
-        found = {}
+        by_model = {}
         for name in chosen:
             count = self._outputs[name]
-            found[name], outputs = tuple(outputs[:count]), outputs[count:]
-        return found
+            by_model[name], outputs = tuple(outputs[:count]), outputs[count:]
+        return by_model
 
 
 def merge_models(
@@ -106,10 +106,10 @@ def merge_models(
     clusters, distances = cluster_graphs({n: model.graph() for n, model in captured.items()}, DISTANCE)
     merged, reports = [], []
     for names in clusters:
-        found, report, reasons = _merge_cluster([captured[name] for name in names], models)
+        program, report, reasons = _merge_cluster([captured[name] for name in names], models)
         unmerged |= reasons
-        if found is not None and report is not None:
-            merged.append(found)
+        if program is not None and report is not None:
+            merged.append(program)
             reports.append(report)
     inside = {name for cluster in clusters for name in cluster}
     for name in captured:
@@ -199,10 +199,10 @@ def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module,
     with torch.inference_mode():
         for seed, sizes in enumerate(trials):
             batches = {name: _examples(*models[name], size, seed) for name, size in sizes.items()}
-            found = made.run(batches)
+            results = made.run(batches)
             for name, inputs in batches.items():
                 plain: Any = models[name][0](*inputs)
-                for mine, right in zip(found[name], plain if isinstance(plain, tuple) else (plain,), strict=True):
+                for mine, right in zip(results[name], plain if isinstance(plain, tuple) else (plain,), strict=True):
                     if mine.shape != right.shape:
                         return float("inf")
                     scale = float(right.abs().max())
