@@ -1,0 +1,78 @@
+"""The stages of an application by index, what each waits for, and how the deadline is shared along the paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tenuto.placement.application import Application
+
+
+@dataclass(frozen=True)
+class GraphStage:
+    """A stage of an application.
+
+    `model` is the one that its requests ask. `before` and `later` are the stages that it waits for and that wait for
+    it. `count` is the mean number of its requests. `budget_ms` is its planned part of the deadline.
+    """
+
+    label: str
+    model: str
+    before: tuple[int, ...]
+    later: tuple[int, ...]
+    count: float
+    budget_ms: float
+    allow_missing: bool = False
+
+
+@dataclass(frozen=True)
+class ApplicationGraph:
+    """The stages of an application; an index of a stage is its place here, in the order of the workload."""
+
+    name: str
+    slo_ms: float
+    stages: tuple[GraphStage, ...]
+
+    @classmethod
+    def of(cls, application: Application) -> ApplicationGraph:
+        """Return the graph of an application."""
+        index = {stage.label: place for place, stage in enumerate(application.stages)}
+        stages = tuple(
+            GraphStage(
+                stage.label,
+                application.model_name(stage),
+                tuple(sorted({index[label] for label in stage.after})),
+                tuple(place for place, other in enumerate(application.stages) if stage.label in other.after),
+                stage.count,
+                application.budget_ms(stage),
+            )
+            for stage in application.stages
+        )
+        return cls(application.name, application.slo_ms, stages)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """All stages, each behind those that it waits for."""
+        order: list[int] = []
+        while len(order) < len(self.stages):
+            order += [
+                place
+                for place, stage in enumerate(self.stages)
+                if place not in order and {*order}.issuperset(stage.before)
+            ]
+        return tuple(order)
+
+    @cached_property
+    def parts(self) -> tuple[float, ...]:
+        """Which part of the time that is left when a stage is due is its own; the rest is for the stages behind it."""
+        own = [stage.budget_ms for stage in self.stages]
+        behind = self.longest_behind(own)
+        return tuple(mine / (mine + rest) for mine, rest in zip(own, behind, strict=True))
+
+    def longest_behind(self, each: Sequence[float]) -> list[float]:
+        """Return, for every stage, the largest sum over a path of the stages behind it, without its own value."""
+        behind = [0.0] * len(self.stages)
+        for place in reversed(self.order):
+            behind[place] = max((each[later] + behind[later] for later in self.stages[place].later), default=0.0)
+        return behind
