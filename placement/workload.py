@@ -21,7 +21,7 @@ from tenuto.placement.generates import Generates, Lengths, TokenSlo
 from tenuto.placement.versions import FIRST, completed, split_name, split_problems
 from tenuto.profiles import Generation, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
-from tenuto.profiles.size_classes import Sizes, class_of
+from tenuto.profiles.size_classes import Sizes, class_of, find_classes
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 # A model, or one of its versions, which is a model of its own beside it: `resnet50:2`.
@@ -36,6 +36,7 @@ MpsUse = Literal["off", "auto", "required"]
 
 
 MOST_MODELS = 10_000  # limit: models of a workload; no policy plans as many within a day
+_DRAWN = 4000  # limit: requests that are drawn; a class with fewer than one in as many seldom runs
 # Derived: three standard deviations of a thousand Poisson requests, so that a model does not exceed its rate by chance.
 EXCESS = 1.1  # of the planned rate, beyond which a model exceeds it
 
@@ -419,6 +420,18 @@ def size_parts(spec: ModelSpec, names: Sequence[str], classes: Sequence[Sizes]) 
         if place is not None:
             parts[place] += math.prod(up[at + 1] - up[at] for up, at in zip(below, box, strict=True))
     return tuple(parts)
+
+
+def equal_shapes(spec: ModelSpec, classes: Sequence[Sizes]) -> tuple[float, ...]:
+    """Return for each size class the chance that two of its requests have one shape, of requests that are drawn."""
+    generator = np.random.default_rng(0)
+    drawn = np.column_stack([lengths.draw(_DRAWN, generator) for lengths in spec.sizes.values()])
+    places, chances = find_classes(classes, drawn), []
+    for place in range(len(classes)):
+        _, counts = np.unique(drawn[places == place], axis=0, return_counts=True)
+        pairs = counts.sum() * (counts.sum() - 1)
+        chances.append(float((counts * (counts - 1)).sum() / pairs) if pairs else 0.0)
+    return tuple(chances)
 
 
 def draw_sizes(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
+import numpy as np
+
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
 from tenuto.batching.core.system import (
     INF,
@@ -24,7 +26,7 @@ from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.expectation.outlook import provided_rps
 from tenuto.placement.generates import Generates
 from tenuto.placement.program import Program, program_name
-from tenuto.placement.workload import generation_of, profile_by_size, size_parts
+from tenuto.placement.workload import equal_shapes, generation_of, profile_by_size, size_parts
 from tenuto.profiles import Latency, LatencyTable, Profiles
 from tenuto.profiles.size_classes import Sizes, class_of, in_order
 
@@ -43,8 +45,10 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
         meet.
     """
-    apart = {replica.name for gpulet in plan.gpulets for replica in gpulet.models if not replica.pads}
-    models = _models(plan.models, provided_rps(plan), size_classes_of(plan), apart)
+    classes = size_classes_of(plan)
+    firm = {replica.name for gpulet in plan.gpulets for replica in gpulet.models if not replica.pads}
+    apart = {name: equal_shapes(plan.model(name), mine) for name, mine in classes.items() if name in firm}
+    models = _models(plan.models, provided_rps(plan), classes, apart)
     programs = _programs(plan, models)
     index: dict[str, list[int]] = {}  # of a model with size classes several
     for position, scheduled in enumerate(programs):
@@ -74,9 +78,11 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
             else:
                 hidden_ms = hidden_copies_ms(plan, program)
-                for place in index[program.name]:
+                for number, place in enumerate(index[program.name]):
                     sizes = models[programs[place].members[0]].sizes
                     steps = _steps_of(program, names[program.models[0]], sizes)
+                    if steps and program.name in apart:
+                        steps = _in_equal_shapes(steps, apart[program.name][number])
                     executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
                     if hidden_ms < 0.0 or (hidden_ms and min(executed[1:], default=1.0) <= 0.0):
                         rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
@@ -129,6 +135,15 @@ def _steps_of(program: Program, names: Sequence[str], sizes: Sizes) -> tuple[flo
         return ()
     latency = known[classes[place]]
     return latency_steps(latency, 0.0, latency.largest if isinstance(latency, LatencyTable) else program.batch_size)
+
+
+def _in_equal_shapes(steps: Sequence[float], chance: float) -> tuple[float, ...]:
+    """Return l(0..b) of batches that cannot be padded, so that the requests of each shape run by themselves. Two
+    requests have one shape with this chance; so a batch of b has (1 - (1 - chance)^b) / chance shapes in the mean."""
+    sizes = np.arange(1, len(steps))
+    shapes = (1.0 - (1.0 - chance) ** sizes) / chance if chance else sizes
+    times_ms = shapes * np.interp(sizes / shapes, range(len(steps)), steps)
+    return (*steps[:1], *np.maximum.accumulate(times_ms).tolist())
 
 
 def _models(
@@ -212,7 +227,8 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
         if spec.sizes
     }
     kinds = [(spec, gpu_type) for spec in workload.models for gpu_type in cluster.gpu_types]
-    apart = {spec.name for spec, gpu_type in kinds if not profile_by_size(spec, gpu_type, profiles).pads}
+    firm = {spec.name for spec, gpu_type in kinds if not profile_by_size(spec, gpu_type, profiles).pads}
+    apart = {name: equal_shapes(specs[name], mine) for name, mine in classes.items() if name in firm}
     models = _models(workload.models, {}, classes, apart)
     by_type: dict[str, dict[int, Host]] = {gpu_type: {} for gpu_type in cluster.gpu_types}
     for gpu_type, hosts in by_type.items():
@@ -223,7 +239,10 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
                     profile = profile.padded_to(dict(zip(specs[model.name].sizes, model.sizes, strict=True)))
                 except MissingProfileError:
                     continue  # measured on another GPU type
-            hosts[position] = Host(latency_steps(profile.latency(), model.slo_ms))
+            steps = latency_steps(profile.latency(), model.slo_ms)
+            if model.name in apart:
+                steps = _in_equal_shapes(steps, apart[model.name][classes[model.name].index(model.sizes)])
+            hosts[position] = Host(steps)
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     system = System(models, gpulets, network, objective=workload.objective)
     raise_if_any(system.unserveable())

@@ -425,6 +425,7 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
         members=members,
         latency=program.latency,
         by_size=() if first is None else first.by_size,
+        pads=first is None or first.pads,
         slowdown=program.slowdown,
         weights_mib=program.weights_mib,
         copy_in_ms=None if first is None else first.copy_in_ms,

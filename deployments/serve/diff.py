@@ -132,6 +132,7 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
             "options": spec.options,
             "latency": replica.latency,
             "latency by size": replica.by_size,
+            "padding": replica.pads,
             "slowdown": replica.slowdown,
             "copies": (replica.copy_in_ms, replica.copy_out_ms),
         }

@@ -131,7 +131,7 @@ class ProgramEntry(StrictModel):
 
     `latency` is l(b) of the program on this share without neighbours; `slowdown` (>= 1) is the factor by neighbours.
     `copy_in_ms` and `copy_out_ms` are ms per request. An emulated GPU takes its times from these. `weights_mib` is the
-    size of the profiled weights, if it is known. `by_size`: as in `Replica`.
+    size of the profiled weights, if it is known. `by_size` and `pads`: as in `Replica`.
     """
 
     name: str
@@ -139,6 +139,7 @@ class ProgramEntry(StrictModel):
     members: Annotated[tuple[MemberEntry, ...], Field(min_length=1)]
     latency: LatencyField | None = None
     by_size: tuple[SizedLatency, ...] = ()
+    pads: bool = True
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     weights_mib: float | None = None
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None

@@ -24,7 +24,6 @@ from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.deployments.serve.user_config import GeneratesEntry, MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, refused
 from tenuto.files import parse_json, read_text
-from tenuto.placement.program import SizedLatency
 from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, SizeRange, TensorSignature, lookup, with_pixels
@@ -72,7 +71,7 @@ class EmulatedExecutor:
             raise InvalidInputError(
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
             )
-        signatures = {member.name: _signature(member, program.by_size) for member in program.members}
+        signatures = {member.name: _signature(member, program) for member in program.members}
         tables = {tuple(each.sizes.values()): _table(program, each.latency, batch_sizes) for each in program.by_size}
         names = tuple(program.by_size[0].sizes) if program.by_size else ()
         by_size = {sizes: tables[sizes] for sizes in in_order(tables)}
@@ -153,16 +152,22 @@ class EmulatedExecutor:
 
     def latency_ms(self, program: str, sizes: Sequence[tuple[int, ...]]) -> float:
         """Return the latency in ms of a batch of rows of these sizes, with copies and the slowdown by neighbours. It is
-        padded to the smallest size class that covers all rows, or to the largest class where none does."""
+        padded to the smallest size class that covers all rows, or to the largest class where none does. Rows that
+        cannot be padded to one size run one after the other."""
         loaded = self._loaded[program]
-        table = loaded.latency_ms
-        if loaded.by_size and sizes:
-            largest = map(max, *sizes, sizes[0])
-            named = dict(zip(loaded.signatures[program].sizes, largest, strict=True))
-            classes = tuple(loaded.by_size)
+        if not loaded.by_size:
+            return self._factor(program) * loaded.latency_ms[min(len(sizes), len(loaded.latency_ms) - 1)]
+        groups: dict[Sizes, list[Sizes]] = {}
+        signature, classes, total_ms = loaded.signatures[program], tuple(loaded.by_size), 0.0
+        firm = [name not in signature.padded_sizes for name in signature.sizes]
+        for own in sizes:
+            groups.setdefault(tuple(itertools.compress(own, firm)), []).append(own)
+        for rows in groups.values():
+            named = dict(zip(signature.sizes, map(max, *rows, rows[0]), strict=True))
             place = class_of(classes, tuple(named.get(name, 1) for name in loaded.size_names))
             table = loaded.by_size[classes[-1 if place is None else place]]
-        return self._factor(program) * table[min(len(sizes), len(table) - 1)]
+            total_ms += table[min(len(rows), len(table) - 1)]
+        return self._factor(program) * total_ms
 
     def _factor(self, program: str) -> float:
         """Return the unexpected slowness that is emulated."""
@@ -236,7 +241,7 @@ _PLAIN = ModelSignature(
 )
 
 
-def _signature(member: MemberEntry, by_size: Sequence[SizedLatency]) -> ModelSignature:
+def _signature(member: MemberEntry, program: ProgramEntry) -> ModelSignature:
     """Return `inputs`/`outputs` given in the workload's options, else those of the catalogue or of a sentence encoder's
     folder, else one number in and out; of a model planned by size, numbers in up to its largest sizes."""
     options = member.options
@@ -258,8 +263,9 @@ def _signature(member: MemberEntry, by_size: Sequence[SizedLatency]) -> ModelSig
     try:
         return with_pixels(lookup(member.source or member.name).signature, preferred=False)
     except InvalidInputError:
+        by_size = program.by_size
         if not by_size:
             return _PLAIN
         sizes = {name: SizeRange(max(each.sizes[name] for each in by_size)) for name in by_size[0].sizes}
-        numbers = replace(_PLAIN.inputs[0], shape=tuple(sizes), pad=0.0)
+        numbers = replace(_PLAIN.inputs[0], shape=tuple(sizes), pad=0.0 if program.pads else None)
         return replace(_PLAIN, inputs=(numbers,), sizes=sizes)

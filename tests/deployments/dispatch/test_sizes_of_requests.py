@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
+
 from tenuto.batching.core.build import from_plan
 from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.in_flight import Request
@@ -89,16 +94,39 @@ def test_a_request_that_no_class_of_a_new_plan_covers_is_refused() -> None:
     assert not requests.is_open(waiting)
 
 
+def emulated(mean: LatencyTable, by_size: list[dict[str, Any]], **described: Any) -> EmulatedExecutor:
+    """Model `m`, on an emulated GPU."""
+    known = tuple(SizedLatency.model_validate(each) for each in by_size)
+    member, executor = MemberEntry(name="m", source="a.b:c", options=described), EmulatedExecutor("v100")
+    pads = bool(described)
+    entry = ProgramEntry(name="m", batch_size=mean.largest, members=(member,), latency=mean, by_size=known, pads=pads)
+    executor.load(entry, range(1, mean.largest + 1))
+    return executor
+
+
 def test_an_emulated_batch_takes_what_its_padded_sizes_take() -> None:
-    executor = EmulatedExecutor("v100")
     described = {
         "inputs": [{"name": "x", "dtype": "float32", "shape": ["height", "width"], "pad": 0.0}],
         "outputs": [{"name": "y", "dtype": "float32", "shape": [2]}],
         "sizes": {"width": {"most": 64}, "height": {"most": 64}},
     }
-    by_size = tuple(SizedLatency.model_validate(each) for each in BY_SIZE)
-    member = MemberEntry(name="m", source="a.b:c", options=described)
-    mean = LatencyTable(points={1: 8.0, 2: 12.0})
-    executor.load(ProgramEntry(name="m", batch_size=2, members=(member,), latency=mean, by_size=by_size), range(1, 3))
+    executor = emulated(LatencyTable(points={1: 8.0, 2: 12.0}), BY_SIZE, **described)
     sizes = [[(8, 8)], [(8, 8), (32, 1)], [(1, 9), (1, 1)], [(64, 64)]]
     assert [executor.latency_ms("m", each) for each in sizes] == [1.0, 6.4, 25.6, 16.0]
+
+
+@pytest.mark.parametrize("quantiles", [{0: 48, 100: 48}, {0: 48, 50: 48, 51: 64, 100: 64}, {0: 17, 100: 64}])
+def test_batches_that_cannot_be_padded_take_what_is_planned_in_the_mean(quantiles: dict[float, int]) -> None:
+    """One shape, two of them, or 48: the requests of each run by themselves."""
+    line = {"points": {b: 5.0 + b for b in range(1, 9)}}
+    replica = {"name": "m", "batch_size": 8, "latency": line, "pads": False}
+    by_size = [{"sizes": {"width": width}, "latency": line} for width in (16, 64)]
+    gpulets = [{"id": "a", "gpu": "g", "models": [{**replica, "by_size": by_size}]}]
+    model = {"name": "m", "rate_rps": 1, "slo_ms": 100, "sizes": {"width": {"quantiles": quantiles}}}
+    plan = Plan.from_data({**PLAN.to_data(), "gpulets": gpulets, "models": [model], "unserved": []})
+    planned_ms = from_plan(plan).gpulets[0].hosts[1].latency_ms
+    executor = emulated(LatencyTable.model_validate(line), by_size)
+    drawn = plan.models[0].sizes["width"].draw(8 * 2000, np.random.default_rng(1)).reshape(-1, 8, 1).tolist()
+    for size in (1, 2, 8):
+        took_ms = np.mean([executor.latency_ms("m", [*map(tuple, batch[:size])]) for batch in drawn])
+        assert took_ms == pytest.approx(planned_ms[size], rel=0.02)
