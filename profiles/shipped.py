@@ -44,7 +44,7 @@ def load_shipped(name: str) -> Profile:
 
 def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ()) -> list[Profile]:
     """Return every shipped profile of these GPU types without those in `except_for`; a type's default comes first."""
-    types = {kind for wanted in gpu_types for kind in measured_as(wanted)}
+    types = {kind for gpu_type in gpu_types for kind in measured_as(gpu_type)}
     known = {profile.name for profile in except_for}
     return [load_shipped(name) for name, kind in _SHIPPED.items() if kind in types and name not in known]
 
@@ -53,7 +53,9 @@ def default_profiles(gpu_type: str) -> list[Profile]:
     """Return the profiles of a GPU type that are used by default: its first one, and those that only have other
     networks; empty if none is shipped."""
     profiles: list[Profile] = []
-    for name in (name for wanted in measured_as(gpu_type) for name, kind in _SHIPPED.items() if kind == wanted):
+    for name in (
+        name for measured_type in measured_as(gpu_type) for name, kind in _SHIPPED.items() if kind == measured_type
+    ):
         profile = load_shipped(name)
         if not any(profile.models.keys() & other.models.keys() for other in profiles):
             profiles.append(profile)

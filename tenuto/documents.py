@@ -227,8 +227,8 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
             known = _known_keys(schema, location[:-1])
             yield Problem(path, fault.get("input"), "unknown key", _suggest(str(location[-1]), known))
         else:
-            said = str(fault["msg"])
-            rule, cure = said[:1].lower() + said[1:], _CURES.get(fault["type"], "Correct the value.")
+            text = str(fault["msg"])
+            rule, cure = text[:1].lower() + text[1:], _CURES.get(fault["type"], "Correct the value.")
             if isinstance(inner, Fault):
                 rule, cure = inner.rule, inner.cure
             elif isinstance(inner, ValueError):

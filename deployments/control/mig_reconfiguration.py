@@ -96,8 +96,8 @@ class MigReconfiguration:
 
     def _have(self, device: str) -> bool:
         places = self._wanted.pop(device, [])
-        kept = [g for g in self._there.get(device, ()) if not any(g.id == p.id or excludes(g, p) for p in places)]
-        self._there[device] = [*kept, *places]
+        staying = [g for g in self._there.get(device, ()) if not any(g.id == p.id or excludes(g, p) for p in places)]
+        self._there[device] = [*staying, *places]
         return bool(places)
 
     def remaining(self, gpus: Sequence[Gpu], plan: Plan) -> tuple[Gpu, ...]:
@@ -125,9 +125,9 @@ class MigReconfiguration:
         )
 
 
-def _is_present(gpu: Gpu | PlannedGpu, found: Mapping[str, tuple[MigDevice, ...]]) -> bool:
+def _is_present(gpu: Gpu | PlannedGpu, devices: Mapping[str, tuple[MigDevice, ...]]) -> bool:
     """Return whether a MIG instance exists on its GPU; when nobody has looked, assume so."""
-    parts = None if gpu.instance is None else found.get(gpu.instance.gpu_uuid or "")
+    parts = None if gpu.instance is None else devices.get(gpu.instance.gpu_uuid or "")
     if parts is None or gpu.instance is None:
         return True
     by_place = any(part.type == gpu.type and part.start in (None, gpu.instance.start) for part in parts)

@@ -337,7 +337,7 @@ class _Island:
         is_cautious: bool,
     ) -> None:
         self._objective, self._is_cautious, self._turns = objective, is_cautious, list[_Turn]()
-        on_gpu = {own: tuple(there) for there in by_gpu for own in there}
+        on_gpu = {own: tuple(neighbours) for neighbours in by_gpu for own in neighbours}
         kinds: dict[object, AlikeGpulets] = {}
         kind_of = []
         for own, each in enumerate(gpulets):

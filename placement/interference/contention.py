@@ -111,8 +111,8 @@ class Contention:
 
     def _weights(self, own: ModelProfile, other: ModelProfile) -> Vector | None:
         """Return the weight of each measured pair, 1 at most in total; None when no measured pair is alike."""
-        here = np.log([own.gpu_ms, other.gpu_ms])
-        alike = np.exp(-0.5 * (((self._measured - here) / ALIKE) ** 2).sum(axis=1))
+        own_point = np.log([own.gpu_ms, other.gpu_ms])
+        alike = np.exp(-0.5 * (((self._measured - own_point) / ALIKE) ** 2).sum(axis=1))
         total = float(alike.sum())
         return alike / max(1.0, total) if total > 1e-6 else None
 

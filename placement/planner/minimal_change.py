@@ -58,8 +58,8 @@ class _MinimalChange:
         held = on_gpus(old, (gpu for gpu in old.gpus if types.get(gpu.id) == gpu.type))
         used = set(held.used_gpus)
         listed = tuple(PlannedGpu.of(gpu) for gpu in gpus if not cluster.elastic or gpu.id in used)
-        kept = for_workload(held, task.workload)
-        self._kept = kept.model_copy(update={"gpus": listed, "notes": (), "believed": None})
+        restricted = for_workload(held, task.workload)
+        self._kept = restricted.model_copy(update={"gpus": listed, "notes": (), "believed": None})
         self._old, self._held = old, held
         self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
         self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, running.promises == "anew"

@@ -76,7 +76,7 @@ def _bars(plan: Plan) -> list[_Bar]:
         held = (
             ((g.share_pct, tuple((p.name, p.batch_size) for p in g.programs)) for g in by_gpu[p.id]) for p in places
         )
-        what = tuple((p.type, p.instance and p.instance.start, *there) for p, there in zip(places, held, strict=True))
+        what = tuple((p.type, p.instance and p.instance.start, *parts) for p, parts in zip(places, held, strict=True))
         alike.setdefault(what if len(on) > MOST_SINGLE_BARS else (device,), []).append(device)
     return [_bar(on[ids[0]], by_gpu, ids) for ids in alike.values()]
 

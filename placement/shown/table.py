@@ -110,8 +110,8 @@ def losses_told(plan: Plan) -> list[str]:
         promised = {name: model.goodput_rps for name, model in plan.expected.models.items()}
         less = [(n, left, promised.get(n, 0.0)) for n, left in loss.goodput_rps.items() if left < promised.get(n, 0.0)]
         if less:
-            told = ", ".join(f"{name} keeps {left:,.4g} of {whole:,.4g} rps" for name, left, whole in less)
-            lines.append(f"loss of {loss.domain}: {told}")
+            shown = ", ".join(f"{name} keeps {left:,.4g} of {whole:,.4g} rps" for name, left, whole in less)
+            lines.append(f"loss of {loss.domain}: {shown}")
         else:
             harmless += 1
     if harmless:

@@ -72,24 +72,24 @@ def _first_outputs(runner: ProgramRunner, name: str, rows: Sequence[Row]) -> Row
     return {key: array[0] for key, array in outputs[name][0].items()}
 
 
-def _judge(name: str, expected: Row, found: Row, rule: str, cure: str) -> list[str]:
+def _judge(name: str, expected: Row, measured: Row, rule: str, cure: str) -> list[str]:
     """Return a note where outputs differ more than rounding explains; raises `InvalidInputError` where they differ so
     much that they are others."""
-    worst = {key: part for key, array in expected.items() if (part := _difference(array, found[key])) > _NOTED}
+    worst = {key: part for key, array in expected.items() if (part := _difference(array, measured[key])) > _NOTED}
     if not worst:
         return []
-    said = ", ".join(f"{key} by {100.0 * part:.2g} %" for key, part in worst.items())
+    differences = ", ".join(f"{key} by {100.0 * part:.2g} %" for key, part in worst.items())
     if max(worst.values()) > _REFUSED:
-        raise refused(name, said, f"{rule} (of their largest value)", cure)
-    return [f"{rule}: {said} of their largest value, as dynamic quantisation or other kernels do"]
+        raise refused(name, differences, f"{rule} (of their largest value)", cure)
+    return [f"{rule}: {differences} of their largest value, as dynamic quantisation or other kernels do"]
 
 
 def _difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     """Return how much of its largest value an output changes: 1 for other shapes, texts or places of NaN."""
     if one.shape != other.shape or one.dtype == object:
         return float(one.shape != other.shape or not np.array_equal(one, other))
-    here, there = (np.nan_to_num(array.astype(np.float64), nan=0.0) for array in (one, other))
+    first, second = (np.nan_to_num(array.astype(np.float64), nan=0.0) for array in (one, other))
     if not np.array_equal(np.isnan(one), np.isnan(other)):
         return 1.0
-    largest = max(float(np.abs(here).max(initial=0.0)), float(np.finfo(np.float32).tiny))
-    return float(np.abs(here - there).max(initial=0.0)) / largest
+    largest = max(float(np.abs(first).max(initial=0.0)), float(np.finfo(np.float32).tiny))
+    return float(np.abs(first - second).max(initial=0.0)) / largest

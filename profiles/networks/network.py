@@ -253,8 +253,8 @@ def _plainly_run(name: str, options: ChosenOptions, why: str) -> ChosenOptions:
         InvalidInputError: an option asks for it.
     """
     if options.compile or options.graphs_are_asked_for or options.runtime != "torch":
-        asked = "compile, cuda_graphs or runtime"
-        raise refused(f"options of {name}", asked, f"the model has {why}", "Remove these options.")
+        names = "compile, cuda_graphs or runtime"
+        raise refused(f"options of {name}", names, f"the model has {why}", "Remove these options.")
     return replace(options, cuda_graphs=False, fold_batch_norms=False)
 
 

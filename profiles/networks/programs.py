@@ -95,9 +95,9 @@ def naming(model: str) -> Iterator[None]:
     except Exception as error:  # a source may be anybody's code
         if is_lack_of_memory(error):
             raise
-        said = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise InvalidInputError(
-            f"model '{model}' cannot be built ({said}). Correct its source, or its files."
+            f"model '{model}' cannot be built ({reason}). Correct its source, or its files."
         ) from error
 
 

@@ -187,10 +187,10 @@ def refuse(exchange: Exchange, error: BaseException) -> None:
     fail(exchange, error if isinstance(error, HttpError) else unexpected(exchange.head.url, error))
 
 
-def unexpected(asked: bytes | str, error: BaseException) -> HttpError:
+def unexpected(url: bytes | str, error: BaseException) -> HttpError:
     """Log an error that nobody expected, and return what the client is told of it."""
     incident = new_incident()
-    logger.error("a request to %r failed (%s)", asked, incident, exc_info=error)
+    logger.error("a request to %r failed (%s)", url, incident, exc_info=error)
     return HttpError(500, f"internal error. The gateway's log says more under {incident}.")
 
 

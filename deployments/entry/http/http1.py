@@ -295,10 +295,10 @@ class HttpConnection(ClientConnection):
             return
         if not framing.is_amid_head:
             self.changed_s = self._arrived_ms / 1000.0
-        found = framing.head(data)
-        if found is None:
+        framed = framing.head(data)
+        if framed is None:
             return
-        head, at = found
+        head, at = framed
         exchange, end = self._begin(head), at + head.length
         self._unread = data[end:]
         error = self._refusal(exchange, head.length)

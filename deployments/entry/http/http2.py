@@ -337,15 +337,15 @@ class Http2Connection(ClientConnection):
 
     def _begin(self, number: int, headers: Iterable[tuple[bytes, bytes]], *, is_whole: bool) -> None:
         self._begun += 1
-        said = tuple(headers)
-        if sum([len(name) + len(value) + 32 for name, value in said]) > _MOST_HEADER_BYTES:  # as HTTP/2 counts them
+        fields = tuple(headers)
+        if sum([len(name) + len(value) + 32 for name, value in fields]) > _MOST_HEADER_BYTES:  # as HTTP/2 counts them
             self._h2.reset_stream(number, ErrorCodes.ENHANCE_YOUR_CALM)
             return
         if len(self._streams) >= MOST_STREAMS or self._says_goodbye:
             self._h2.reset_stream(number, ErrorCodes.REFUSED_STREAM)
             return
         stream = self._streams[number] = CallStream(self, number, is_whole)
-        handler = self._open_call(stream, said)
+        handler = self._open_call(stream, fields)
         self.server.places.has_asked(self)
         if self._streams.get(number) is stream:  # else it is answered
             stream.handler = handler

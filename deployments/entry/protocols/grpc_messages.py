@@ -174,30 +174,30 @@ def _asked(
     """Return what a message asks for, when the same was not read before. Raises `HttpError` 400 for one that names no
     model."""
     try:
-        said = InferRequest.FromString(key[0])
+        request = InferRequest.FromString(key[0])
     except DecodeError:
         raise HttpError(400, _NO_MESSAGE) from None
-    parsed = InferMessage(_path(said.model_name, said.model_version), said.id, None)
-    is_text = any(given.datatype == "BYTES" for given in said.inputs)
-    is_text = is_text and not takes_bytes(said.model_name, said.model_version)
+    parsed = InferMessage(_path(request.model_name, request.model_version), request.id, None)
+    is_text = any(given.datatype == "BYTES" for given in request.inputs)
+    is_text = is_text and not takes_bytes(request.model_name, request.model_version)
     try:
         if is_text:
-            return _texts(parsed, said, [bytes(data[begin:end]) for begin, end in raws])
-        return _tensors(parsed, said, key, len(raws))
+            return _texts(parsed, request, [bytes(data[begin:end]) for begin, end in raws])
+        return _tensors(parsed, request, key, len(raws))
     except HttpError as error:  # whether the model is known is judged first
-        generates = is_text and any(given.name == "text_input" for given in said.inputs)
+        generates = is_text and any(given.name == "text_input" for given in request.inputs)
         return parsed._replace(generates=generates, problem=error.without_frames())
 
 
-def _tensors(parsed: InferMessage, said: Message, key: tuple[Any, ...], raws: int) -> InferMessage:
+def _tensors(parsed: InferMessage, message: Message, key: tuple[Any, ...], raws: int) -> InferMessage:
     """Return what a request of tensors asks for. Raises `HttpError` 400."""
-    parameters = _plain(said.parameters)
-    if raws and raws != len(said.inputs):
-        raise HttpError(400, f"{len(said.inputs)} inputs and {raws} raw_input_contents. Give one of each.")
-    twice = next((given.name for given in said.inputs if raws and given.contents.ListFields()), None)
+    parameters = _plain(message.parameters)
+    if raws and raws != len(message.inputs):
+        raise HttpError(400, f"{len(message.inputs)} inputs and {raws} raw_input_contents. Give one of each.")
+    twice = next((given.name for given in message.inputs if raws and given.contents.ListFields()), None)
     if twice is not None:
         raise HttpError(400, f"input '{twice}' has contents and raw_input_contents. Give one of them.")
-    packed = None if raws else [_packed(given) for given in said.inputs]
+    packed = None if raws else [_packed(given) for given in message.inputs]
     sizes = key[1:] if packed is None else map(len, packed)
     inputs = [
         TensorJson[Any](
@@ -206,10 +206,10 @@ def _tensors(parsed: InferMessage, said: Message, key: tuple[Any, ...], raws: in
             given.datatype,
             parameters={**_plain(given.parameters), "binary_data_size": size},
         )
-        for given, size in zip(said.inputs, sizes, strict=True)
+        for given, size in zip(message.inputs, sizes, strict=True)
     ]
-    outputs = [OutputJson(each.name, {**_plain(each.parameters), "binary_data": True}) for each in said.outputs]
-    request = RequestJson[Any](inputs, said.id, {**parameters, "binary_data_output": True}, outputs or None)
+    outputs = [OutputJson(each.name, {**_plain(each.parameters), "binary_data": True}) for each in message.outputs]
+    request = RequestJson[Any](inputs, message.id, {**parameters, "binary_data_output": True}, outputs or None)
     described = DescribedRequest(key, request)
     return parsed._replace(described=described, packed=None if packed is None else b"".join(packed))
 
@@ -228,17 +228,17 @@ def _plain(given: Mapping[str, Message]) -> dict[str, Any]:
     return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
 
 
-def _texts(parsed: InferMessage, said: Message, raws: Sequence[bytes]) -> InferMessage:
+def _texts(parsed: InferMessage, message: Message, raws: Sequence[bytes]) -> InferMessage:
     """Return what a request of BYTES asks for: a picture, a text, or a generation as Triton's backend for vLLM takes
     it. Raises `HttpError` 400."""
-    parameters, texts = _plain(said.parameters), {}
-    for at, given in enumerate(said.inputs):
+    parameters, texts = _plain(message.parameters), {}
+    for at, given in enumerate(message.inputs):
         values = list(given.contents.bytes_contents) or list(given.contents.bool_contents)
         if not values and at < len(raws):
             raw = raws[at]
             framed = given.datatype == "BYTES" and int.from_bytes(raw[:4], "little") == len(raw) - 4
             values = [raw[4:]] if framed else [raw == b"\1"] if given.datatype == "BOOL" else []
-        if len(values) != 1 or (raws and len(raws) != len(said.inputs)):
+        if len(values) != 1 or (raws and len(raws) != len(message.inputs)):
             raise HttpError(400, "a BYTES input holds one picture or text, in bytes_contents or raw_input_contents.")
         texts[given.name] = values[0]
     if "text_input" not in texts:
@@ -308,32 +308,32 @@ _read_answer: Callable[[Buffer], _Answer] = msgspec.json.Decoder(_Answer).decode
 
 def to_answer(id: str, payload: Sequence[Buffer]) -> Message:
     """Return the `ModelInferResponse` of an answer, which is JSON and the tensors that the JSON describes."""
-    said = _read_answer(payload[0])
-    answer = InferResponse(model_name=said.model_name, model_version=said.model_version, id=id)
-    for key, value in said.parameters.items():
+    read = _read_answer(payload[0])
+    answer = InferResponse(model_name=read.model_name, model_version=read.model_version, id=id)
+    for key, value in read.parameters.items():
         if isinstance(value, dict):  # the usage of a generation
             value = orjson.dumps(value).decode()
         setattr(answer.parameters[key], _PARAMETERS.get(type(value), "string_param"), value)
     rest = payload[1] if len(payload) == 2 else b"".join(payload[1:])
     at = 0
-    for output in said.outputs:
+    for output in read.outputs:
         end = at + output.parameters["binary_data_size"]
         _add(answer, output.name, output.datatype, output.shape, bytes(rest[at:end]))
         at = end
-    if said.predictions is not None:
-        count = len(said.predictions)
-        _add(answer, "label", "BYTES", [count], bytes_tensor(each.label for each in said.predictions))
+    if read.predictions is not None:
+        count = len(read.predictions)
+        _add(answer, "label", "BYTES", [count], bytes_tensor(each.label for each in read.predictions))
         _add(
-            answer, "score", "FP32", [count], np.array([each.score for each in said.predictions], np.float32).tobytes()
+            answer, "score", "FP32", [count], np.array([each.score for each in read.predictions], np.float32).tobytes()
         )
-    if said.prediction is not None:
-        _add(answer, "prediction", "BYTES", [1], bytes_tensor([bytes(said.prediction).decode()]))
-    if said.text_output is not None:
-        _add(answer, "text_output", "BYTES", [1], bytes_tensor([said.text_output]))
-        if said.token_ids is not None:
-            tokens = np.array(said.token_ids, np.int32)
+    if read.prediction is not None:
+        _add(answer, "prediction", "BYTES", [1], bytes_tensor([bytes(read.prediction).decode()]))
+    if read.text_output is not None:
+        _add(answer, "text_output", "BYTES", [1], bytes_tensor([read.text_output]))
+        if read.token_ids is not None:
+            tokens = np.array(read.token_ids, np.int32)
             _add(answer, "token_ids", "INT32", [len(tokens)], tokens.tobytes())
-        answer.parameters["triton_final_response"].bool_param = "finish_reason" in said.parameters
+        answer.parameters["triton_final_response"].bool_param = "finish_reason" in read.parameters
     return answer
 
 

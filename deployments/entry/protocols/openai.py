@@ -178,8 +178,8 @@ def _sampling(
             logprobs = body.top_logprobs or 0
         elif body.top_logprobs:
             raise bad_field("top_logprobs", "needs `logprobs: true`. Set that, or leave it out")
-    asked = {"logit_bias": bool(bias), "response_format": bool(schema), "logprobs": logprobs is not None}
-    for name, is_asked in asked.items():
+    used = {"logit_bias": bool(bias), "response_format": bool(schema), "logprobs": logprobs is not None}
+    for name, is_asked in used.items():
         if is_asked and name in limits.refuses:
             raise bad_field(name, limits.refuses[name])
     for name in ("min_tokens", "ignore_eos"):
@@ -203,15 +203,17 @@ def _logit_bias(sent: bytes, limits: GenerationLimits) -> tuple[tuple[int, float
     if len(sent) > _MOST_BIASED_BYTES:
         raise bad_field("logit_bias", f"has {len(sent)} bytes, and may have {_MOST_BIASED_BYTES}. Name fewer tokens")
     try:
-        found = msgspec.json.decode(sent, type=dict[int, _Bias] | None) or {}
+        biases = msgspec.json.decode(sent, type=dict[int, _Bias] | None) or {}
     except msgspec.DecodeError as error:
-        told = str(error).partition(" - at ")[0]
-        raise bad_field("logit_bias", f"is wrong: {told[:1].lower()}{told[1:]}. Give numbers by token ids") from None
-    wrong = next((token for token in found if not 0 <= token < limits.vocabulary), None)
+        reason = str(error).partition(" - at ")[0]
+        raise bad_field(
+            "logit_bias", f"is wrong: {reason[:1].lower()}{reason[1:]}. Give numbers by token ids"
+        ) from None
+    wrong = next((token for token in biases if not 0 <= token < limits.vocabulary), None)
     if wrong is not None:
         rule = f"names token {wrong}; the model knows 0 to {limits.vocabulary - 1}. Use its own tokenizer"
         raise bad_field("logit_bias", rule)
-    return tuple((token, bias) for token, bias in found.items() if bias)
+    return tuple((token, bias) for token, bias in biases.items() if bias)
 
 
 def _schema(shape: AnyText | AnyObject | BySchema | None) -> str:
@@ -280,14 +282,14 @@ def _chat(body: ChatBody, tokenizer: Tokenizer | None) -> tuple[str, Callable[[]
 
 def _message(message: Message, at: str) -> dict[str, Any]:
     """Return a message as templates read it."""
-    found = {name: value for name, value in msgspec.structs.asdict(message).items() if value not in (None, [])}
+    fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value not in (None, [])}
     if isinstance(message.content, list):
-        found["content"] = "".join(_text(part, f"{at}.content[{n}]") for n, part in enumerate(message.content))
+        fields["content"] = "".join(_text(part, f"{at}.content[{n}]") for n, part in enumerate(message.content))
     elif message.content is None and message.role != "assistant":
         raise bad_field(f"{at}.content", "is missing. Give it")
     if message.tool_calls:
-        found["tool_calls"] = [_called(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls)]
-    return found
+        fields["tool_calls"] = [_called(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls)]
+    return fields
 
 
 def _called(call: Called, at: str) -> dict[str, Any]:

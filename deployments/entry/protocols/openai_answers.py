@@ -87,8 +87,8 @@ class Writer(msgspec.Struct):
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """Return an answer that is not streamed."""
-        told = [self._choice(index, self._answer(choice), choice) for index, choice in enumerate(choices)]
-        return self._object(self.kind, told, usage=usage.shown())
+        listed = [self._choice(index, self._answer(choice), choice) for index, choice in enumerate(choices)]
+        return self._object(self.kind, listed, usage=usage.shown())
 
     def _answer(self, piece: Piece) -> dict[str, Any]:
         return {"text": piece.text}
@@ -96,9 +96,9 @@ class Writer(msgspec.Struct):
     def _part(self, piece: Piece) -> dict[str, Any]:
         return {"text": piece.text}
 
-    def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
         logprobs = None if piece.scored is None else self._logprobs(piece.scored)
-        choice = {**said, "index": index, "logprobs": logprobs, "finish_reason": piece.finish}
+        choice = {**content, "index": index, "logprobs": logprobs, "finish_reason": piece.finish}
         return self._with_tokens(choice, piece.tokens)
 
     def _with_tokens(self, choice: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class Writer(msgspec.Struct):
         return b"data: %b\n\n" % self._object(self.chunk, choices, **more)
 
     def _object(self, kind: str, choices: list[Any], **more: Any) -> bytes:
-        told = {"id": self.named, "object": kind, "created": self.created, "model": self.model}
-        return orjson.dumps({**told, "choices": choices, **more})
+        fields = {"id": self.named, "object": kind, "created": self.created, "model": self.model}
+        return orjson.dumps({**fields, "choices": choices, **more})
 
 
 class ChatWriter(Writer):
@@ -146,8 +146,8 @@ class ChatWriter(Writer):
 
     def first(self, choices: int) -> bytes:
         """Return the chunks that say who speaks."""
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(self._event([self._choice(index, said, Piece(""))]) for index in range(choices))
+        opening = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._event([self._choice(index, opening, Piece(""))]) for index in range(choices))
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         content = []
@@ -163,11 +163,11 @@ class ChatWriter(Writer):
         return {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
 
     def _answer(self, piece: Piece) -> dict[str, Any]:
-        said: dict[str, Any] = {"content": piece.text} if piece.said is None else {"content": None, **piece.said}
-        calls = said.pop("tool_calls", None)
+        message: dict[str, Any] = {"content": piece.text} if piece.said is None else {"content": None, **piece.said}
+        calls = message.pop("tool_calls", None)
         if calls:  # only parts of a stream number them
-            said["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
-        return {"message": {"role": "assistant", "refusal": None, **said}}
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+        return {"message": {"role": "assistant", "refusal": None, **message}}
 
     def _part(self, piece: Piece) -> dict[str, Any]:
         if piece.said is not None:
@@ -199,11 +199,11 @@ class GenerateWriter(Writer):
         return self._form(choice, finish_reason=choice.finish, usage=usage.shown())
 
     def _form(self, piece: Piece, **parameters: Any) -> bytes:
-        told: dict[str, Any] = {"id": self.named, "model_name": self.model, "model_version": "1"}
-        told["text_output"] = piece.text
+        fields: dict[str, Any] = {"id": self.named, "model_name": self.model, "model_version": "1"}
+        fields["text_output"] = piece.text
         if parameters:
-            told["parameters"] = parameters
-        return orjson.dumps(self._with_tokens(told, piece.tokens))
+            fields["parameters"] = parameters
+        return orjson.dumps(self._with_tokens(fields, piece.tokens))
 
 
 def _finite(logprob: float) -> float:

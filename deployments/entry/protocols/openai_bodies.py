@@ -248,24 +248,24 @@ def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
         raise HttpError(400, f"the body has more than {_MOST_CONTAINERS} brackets. Send less of it.")
     try:
         try:
-            found = msgspec.json.decode(sent, type=kind, strict=kind is not GenerateBody)
+            parsed = msgspec.json.decode(sent, type=kind, strict=kind is not GenerateBody)
         except msgspec.ValidationError as error:
             wrong = _wrong_field(msgspec.json.decode(sent), kind, strict=kind is not GenerateBody)
             raise wrong or bad_field("", f"is wrong: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of names, and of fields not asked for
         raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
-    if isinstance(found, _Asked):
-        _check_neutral(found)
-        if found.stream_options is not None:
-            _check_neutral(found.stream_options, "stream_options.")
-    return found
+    if isinstance(parsed, _Asked):
+        _check_neutral(parsed)
+        if parsed.stream_options is not None:
+            _check_neutral(parsed.stream_options, "stream_options.")
+    return parsed
 
 
 def _check_neutral(fields: msgspec.Struct, at: str = "") -> None:
-    for name, kept in _NEUTRAL.items():
+    for name, neutral in _NEUTRAL.items():
         value = getattr(fields, name, None)
-        if value is not None and not any(value == each and type(value) is type(each) for each in kept):
-            shown = " or ".join(orjson.dumps(each).decode() for each in kept or (None,))
+        if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
+            shown = " or ".join(orjson.dumps(each).decode() for each in neutral or (None,))
             raise bad_field(at + name, f"can only be {shown} here. Leave it out")
 
 
@@ -292,7 +292,7 @@ def _wrong_field(value: Any, kind: Any, at: str = "", *, strict: bool = True) ->
             msgspec.convert(value, kind, strict=strict)
         return None
     except msgspec.ValidationError as error:
-        said = str(error)
+        text = str(error)
     dot = f"{at}." if at else ""
     for option in (kind, *get_args(kind)):
         if isinstance(value, list) and get_origin(option) is list:
@@ -318,10 +318,10 @@ def _wrong_field(value: Any, kind: Any, at: str = "", *, strict: bool = True) ->
             )
         else:
             continue
-        found = next((each for each in inner if each is not None), None)
-        if found is not None:
-            return found
-    return bad_field(at, f"is wrong: {said[:1].lower()}{said[1:]}")
+        inner_error = next((each for each in inner if each is not None), None)
+        if inner_error is not None:
+            return inner_error
+    return bad_field(at, f"is wrong: {text[:1].lower()}{text[1:]}")
 
 
 def bad_field(name: str, rule: str) -> HttpError:

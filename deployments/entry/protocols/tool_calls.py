@@ -150,12 +150,12 @@ def _shown(index: int, function: _Function) -> dict[str, Any]:
 
 def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what several parts say together: texts and lists one behind the other."""
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
             if value:
-                found.setdefault(name, []).append(value)
+                by_name.setdefault(name, []).append(value)
     return {
         name: "".join(values) if isinstance(values[0], str) else [each for value in values for each in value]
-        for name, values in found.items()
+        for name, values in by_name.items()
     }

@@ -100,8 +100,8 @@ class _Choice(msgspec.Struct, eq=False):
         text = self._text.add(token)
         if self._answer is None:
             self._parts.append(text)
-        elif said := self._answer.add(text):
-            self._said.append(said)
+        elif message_part := self._answer.add(text):
+            self._said.append(message_part)
         self._tokens.append(token)
         if self._text.is_stopped:
             generation = self.end()
@@ -113,10 +113,10 @@ class _Choice(msgspec.Struct, eq=False):
 
     def _stream(self, text: str) -> None:
         if self._answer is not None:
-            said = joined(self._said)
-            if said or self._scored:
+            parts = joined(self._said)
+            if parts or self._scored:
                 self._said = []
-                self._call.send(self, self._take()._replace(said=said))
+                self._call.send(self, self._take()._replace(said=parts))
         elif text or self._call.tokenizer is None or self._scored or (self.count == 1 and self.asked.echo):
             self._call.send(self, self._take())
         # Otherwise it is held back: it may be a part of a character or of a stop string.
@@ -258,7 +258,7 @@ class GenerationCall(msgspec.Struct, eq=False):
 
     def refused(self, generation: OpenGeneration, refused: Refused) -> None:
         """Send the refusal of a choice, which is that of the request; amid a stream it is the last event."""
-        told = {"loop": refused.loop.value, **self._usage(sum(each.count for each in self._choices))._asdict()}
+        details = {"loop": refused.loop.value, **self._usage(sum(each.count for each in self._choices))._asdict()}
         self._leave()
         error = HttpError(
             refused.http_status,
@@ -273,21 +273,21 @@ class GenerationCall(msgspec.Struct, eq=False):
         else:
             fail(self._exchange, error)
         self._first_ms = min(self._first_ms, generation.first_ms)
-        self._trace(refused.outcome.word, refused.rule, told)
+        self._trace(refused.outcome.word, refused.rule, details)
 
     def _lines(self, generation: OpenGeneration | None) -> bytes:
         gpulet = b"" if generation is None else generation.gpulet.encode()
         lines = _LINES % (gpulet, self._id.encode())
         return lines if self._traced is None else lines + self._traced.header
 
-    def _trace(self, outcome: str, rule: Rule, told: dict[str, Any]) -> None:
+    def _trace(self, outcome: str, rule: Rule, details: dict[str, Any]) -> None:
         if self._traced is None:
             return
         now_ms, arrived_ms = self._service.now_ms, self._exchange.arrived_ms
         first_ms = min(self._first_ms, now_ms)
         about = {"model": self._model, "outcome": outcome, "rule": rule.value, "request_id": self._id}
         stages = {"first_token": (arrived_ms, first_ms), "further_tokens": (first_ms, now_ms)}
-        self._traced.end(now_ms, stages, {**about, **told})
+        self._traced.end(now_ms, stages, {**about, **details})
 
 
 class CollectedTokens:

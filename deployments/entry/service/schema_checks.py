@@ -63,8 +63,8 @@ class SchemaChecks:
             rule = f"has a schema that takes more than {CHECKED_S:g} s to prepare. Send a simpler one."
             checked.set_exception(HttpError(400, f"'{_FIELD}' {rule}", param=_FIELD))
         elif isinstance(error, HttpError) and error.status == 400:
-            told = error.message.rstrip(".")
-            rule = f"has a schema that cannot be kept: {told}. Send one without that."
+            reason = error.message.rstrip(".")
+            rule = f"has a schema that cannot be kept: {reason}. Send one without that."
             checked.set_exception(HttpError(400, f"'{_FIELD}' {rule}", param=_FIELD))
         else:
             checked.set_exception(error)
