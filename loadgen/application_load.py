@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,39 +47,13 @@ class ApplicationLoad:
         """How many requests arrive at a time that is known before the run; these are the first ones."""
         return int(np.isfinite(self.times_ms).sum())
 
-    @cached_property
-    def call_at_ms(self) -> NDArray[np.float64]:
-        """When the call of each request arrives; NaN for requests that belong to no call."""
-        at = np.full(max(self.calls, default=-1) + 2, np.nan)  # index -1 is the last place, which stays NaN
-        if self.calls:
-            at[list(self.calls)] = [at_ms for _, at_ms in self.calls.values()]
-        return at[self.owner]
-
-    def part(self, place: int, count: int) -> ApplicationLoad:
-        """Return part `place` of `count` equal parts. Requests are dealt in turn; those of a call stay together."""
-        if count == 1:
-            return self
-        alone = self.owner < 0
-        turn = np.where(alone, np.cumsum(alone) - 1, self.owner)
-        rows = np.flatnonzero(turn % count == place)
-        return replace(
-            self,
-            number=self.number[rows],
-            times_ms=self.times_ms[rows],
-            model_index=self.model_index[rows],
-            deadlines_ms=self.deadlines_ms[rows],
-            owner=self.owner[rows],
-            stage=self.stage[rows],
-            calls={call: which for call, which in self.calls.items() if call % count == place},
-            tokens=None if self.tokens is None else self.tokens.of(rows),
-            sizes=None if self.sizes is None else self.sizes[rows],
-        )
-
 
 class Joins:
     """Which requests of one run were answered and which were given up, call by call, and how each call ended.
 
-    When a request of a call gets no answer, the call ends: its later stages are not sent any more.
+    When a request of a call gets no answer, the call ends: its later stages are not sent any more. By call, `outcome`
+    is FAILED as long as it has not ended, `answered_ms` is NaN unless it got all answers, and `stage_ms` is how long
+    each stage took from when it was due, NaN if it is not complete.
     """
 
     def __init__(self, load: ApplicationLoad, *, counted_from_ms: float = 0.0, response_ms: float = 0.0) -> None:
@@ -107,6 +80,13 @@ class Joins:
         for row in range(load.planned, len(self._owner)):
             self._rows.setdefault((self._owner[row], self._stage[row]), []).append(row)
         self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
+        stages = len(load.calls), max((len(app.stages) for app in load.applications), default=0)
+        self.outcome = np.full(len(load.calls), Outcome.FAILED, np.int8)
+        self.answered_ms, self.stage_ms = np.full(len(load.calls), np.nan), np.full(stages, np.nan)
+        self._due_ms = np.full(stages, np.nan)
+        for call, (application, at_ms) in load.calls.items():
+            due_ms = [np.nan if stage.after else at_ms for stage in load.applications[application].stages]
+            self._due_ms[call, : len(due_ms)] = due_ms
 
     def answered(self, requests: Iterable[int], now_ms: float = 0.0) -> list[tuple[int, float]]:
         """Return the requests that are due because these were answered, each with its deadline in ms."""
@@ -120,15 +100,18 @@ class Joins:
             left[stage] -= 1
             if left[stage]:
                 continue
+            self.stage_ms[call, stage] = now_ms - self._due_ms[call, stage]
             waits = self._waits[call]
             application, at_ms = self._load.calls[call]
             for later in self._later[application][stage]:
                 waits[later] -= 1
                 if not waits[later]:
+                    self._due_ms[call, later] = now_ms
                     due += [(row, float(self._load.deadlines_ms[row])) for row in self._rows.get((call, later), ())]
             if not any(left):
                 slo_ms = self._load.applications[application].slo_ms
-                is_late = now_ms + self._response_ms - at_ms > slo_ms + TIME_TOLERANCE_MS
+                self.answered_ms[call] = now_ms + self._response_ms
+                is_late = self.answered_ms[call] - at_ms > slo_ms + TIME_TOLERANCE_MS
                 self._end(call, Outcome.LATE if is_late else Outcome.OK)
         return due
 
@@ -140,6 +123,7 @@ class Joins:
 
     def _end(self, call: int, outcome: Outcome) -> None:
         del self._left[call]
+        self.outcome[call] = outcome
         application, at_ms = self._load.calls[call]
         if at_ms >= self._counted_from_ms:
             self._ended[application][outcome] += 1
@@ -179,12 +163,9 @@ def make_application_load(
         InvalidInputError: as in `make_schedule`.
     """
     index = {spec.name: position for position, spec in enumerate(models)}
-    staged = {app.model_name(stage) for app in applications for stage in app.stages}
-    alone = [spec for spec in models if spec.name not in staged]
-    callers = [
-        ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival) for app in applications
-    ]
-    schedule = _schedule([*alone, *callers], applications, (duration_s, seed, rate_scale))
+    targets = client_targets(models, applications)
+    alone = targets[: len(targets) - len(applications)]
+    schedule = make_client_schedule(targets, applications, duration_s, seed, rate_scale)
     # The requests that one arrival of each name makes: (model, time allowed in ms, stage, whether it is sent later).
     shapes = [[(index[spec.name], spec.slo_ms, 0, False)] for spec in alone]
     shapes += [
@@ -212,9 +193,9 @@ def make_application_load(
     times[int((~is_later).sum()) :] = np.nan
     called = np.flatnonzero(is_call)
     model_index = np.array([p[0] for p in parts], dtype=np.int32)[part][order]
-    if names := {spec.name: tuple(spec.sizes) for spec in models if spec.sizes}:
-        sizes = draw_sizes(models, model_index, lambda at, name: seed_for(seed, "sizes", models[at].name, name))
-        schedule = replace(schedule, sizes=sizes, size_names=names)
+    sizes_of_rows = None
+    if any(spec.sizes for spec in models):
+        sizes_of_rows = draw_sizes(models, model_index, lambda at, name: seed_for(seed, "sizes", models[at].name, name))
     return ApplicationLoad(
         number=np.arange(entry.size, dtype=np.int64),
         times_ms=times,
@@ -228,16 +209,52 @@ def make_application_load(
         applications=tuple(applications),
         schedule=schedule,
         tokens=None if schedule.tokens is None else schedule.tokens.of(entry[order]),
-        sizes=schedule.sizes,
+        sizes=sizes_of_rows,
     )
 
 
-def _schedule(
-    specs: Sequence[ModelSpec], applications: Sequence[Application], arrivals: tuple[float, int, float]
+def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> tuple[ModelSpec, ...]:
+    """Return the models that are no stage, and behind them the applications, which clients ask as they ask models."""
+    by_name = {spec.name: spec for spec in models}
+    staged = {app.model_name(stage) for app in applications for stage in app.stages}
+    targets = [spec for spec in models if spec.name not in staged]
+    for app in applications:
+        first = [by_name[app.model_name(stage)] for stage in app.stages if not stage.after]
+        sizes = {name: lengths for spec in first for name, lengths in spec.sizes.items()}
+        targets.append(
+            ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival, sizes=sizes)
+        )
+    return tuple(targets)
+
+
+def make_client_schedule(
+    targets: Sequence[ModelSpec],
+    applications: Sequence[Application],
+    duration_s: float,
+    seed: int,
+    rate_scale: float = 1.0,
 ) -> Schedule:
-    """Return the schedule of models and applications. A problem of an application names it under `applications`."""
+    """Return when clients send what, and how large it is.
+
+    Args:
+        targets: what `client_targets` returns.
+        applications: the last of them.
+        duration_s: length of the run.
+        seed: 0 or larger; each model and application draws from its own stream.
+        rate_scale: factor on every rate.
+
+    Raises:
+        InvalidInputError: as in `make_schedule`. A problem of an application names it under `applications`.
+    """
     try:
-        return replace(make_schedule(specs, *arrivals), applications=tuple(applications))
+        schedule = replace(make_schedule(targets, duration_s, seed, rate_scale), applications=tuple(applications))
+        names = {spec.name: tuple(spec.sizes) for spec in targets if spec.sizes}
+        if not names:
+            return schedule
+        sizes = draw_sizes(
+            targets, schedule.model_index, lambda at, name: seed_for(seed, "sizes", targets[at].name, name)
+        )
+        return replace(schedule, sizes=sizes, size_names=names)
     except InvalidInputError as error:
         problems = []
         for problem in error.problems:

@@ -19,14 +19,14 @@ from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.serve.endpoint import client_key, generating_model, get_told, model_metadata, why_unread
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
-from tenuto.loadgen.application_figures import stage_owners
-from tenuto.loadgen.application_load import ApplicationLoad, make_application_load, scaled_slos
+from tenuto.loadgen.application_load import client_targets, make_client_schedule, scaled_slos
 from tenuto.loadgen.clients.actors import RayClients
 from tenuto.loadgen.clients.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients.group import ClientGroup, LocalClient
 from tenuto.loadgen.clients.priority import preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, seed_for
+from tenuto.loadgen.sender import Body
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts, SizedBodies, make_bodies, read_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
@@ -110,11 +110,11 @@ def run_bench(
     the part that ran are returned, as INVALID.
 
     Args:
-        models: the models to send requests to, with rate, SLO and arrival process.
+        models: the models to send requests to, with rate, SLO and arrival process, and those that are stages.
         options: settings of the run.
         progress: is called with one line per second.
         clients: the clients that send; by default `options.clients` says which.
-        applications: applications whose stages are among the models; their requests fan out and join.
+        applications: applications whose stages are among the models.
         cluster: address of the Ray that serves, for the clients and the Python handle; see `join_ray`.
 
     Raises:
@@ -126,23 +126,36 @@ def run_bench(
         raise InvalidInputError(
             "the plan serves no model, so there is nothing to ask. Plan with more GPUs or another policy."
         )
+    specs = client_targets(models, applications)
     applications = scaled_slos(applications, options.slo_scale)
     arrivals = (options.duration_s, options.seed, options.rate_scale)
-    load = make_application_load(models, applications, *arrivals)
-    staged = stage_owners(applications)
+    schedule = make_client_schedule(specs, applications, *arrivals)
     groups = by_model(models)
-    tokens = load.tokens
-    shown = {spec.name: _metadata(options, spec, groups) for spec in models if spec.slo is None or tokens is None}
-    sized = [_with_sizes(spec, shown.get(spec.name, {}), options.bodies) for spec in models]
-    if sized != [*models]:
-        load = make_application_load(sized, applications, *arrivals)
-    load = _with_notes(_in_multiples(load, sized, shown), models, sized)
+    staged = {app.model_name(stage) for app in applications for stage in app.stages}
+    stages = {app.name: tuple(stage.label for stage in app.stages) for app in applications}
+    shown = {
+        spec.name: {"name": spec.name, "inputs": []} if spec.name in stages else _metadata(options, spec, groups)
+        for spec in specs
+        if spec.slo is None
+    }
+    sized = [_with_sizes(spec, shown.get(spec.name, {}), options.bodies) for spec in specs]
+    if sized != [*specs]:
+        schedule = _with_notes(make_client_schedule(sized, applications, *arrivals), specs, sized)
+    sent = _in_multiples(schedule, sized, shown)
+    tokens = sent.tokens
     targets = tuple(
         _generating(options, spec, tokens, has_versions=spec.model in groups)
         if spec.slo is not None and tokens is not None
-        else _target(options, spec, shown[spec.name], _largest(load, index, spec), is_stage=spec.name in staged)
+        else replace(
+            _target(options, spec, shown[spec.name], _largest(sent, index, spec)), stages=stages.get(spec.name, ())
+        )
         for index, spec in enumerate(sized)
     )
+    stage_bodies = {
+        spec.name: _target(options, spec, _metadata(options, spec, groups), {}).bodies
+        for spec in models
+        if spec.name in staged
+    }
     most_tokens = 0.0 if tokens is None else float(tokens.output.max(initial=1))
     answers_s = max((target.slo.answer_ms(most_tokens) / 1000.0 for target in targets if target.slo), default=0.0)
     group = clients if clients is not None else _make_clients(options, cluster)
@@ -150,7 +163,7 @@ def run_bench(
     queued: dict[int, int] = {}
     began_at = time.monotonic()
     try:
-        group.prepare(_jobs(load, targets, options))
+        group.prepare(_jobs(sent, targets, options, schedule.hash[:8], stage_bodies))
         worked = _worked(options.url) if tokens is not None else {}
         worked_at = time.monotonic()
         # The start is late enough for every client to have received the message.
@@ -161,7 +174,7 @@ def run_bench(
         # might hold the lock while it waits for a processor.
         try:
             with preferred() if options.clients == 0 else nullcontext():
-                _watch(group, start_at, load.planned, options, progress, queued, answers_s)
+                _watch(group, start_at, len(schedule), options, progress, queued, answers_s)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")
@@ -174,7 +187,8 @@ def run_bench(
     for report in reports:
         errors.update(report.errors)
     records = merge([report.records for report in reports])
-    result = _result(records, load, options, targets, errors, lost, interrupted=interrupted)
+    result = _result(records, sent, options, targets, errors, lost, interrupted=interrupted)
+    result.schedule = schedule
     if worked:
         result.summary["gpulets"] |= _stepped(records, worked, _worked(options.url), passed_s)
     result.wall_s = time.monotonic() - began_at
@@ -245,7 +259,7 @@ def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...]
 
 def _result(
     records: Records,
-    load: ApplicationLoad,
+    schedule: Schedule,
     options: BenchOptions,
     targets: Sequence[ModelTarget],
     errors: Counter[str],
@@ -256,30 +270,20 @@ def _result(
     begin_ms, end_ms = options.measured_from_ms, options.duration_s * 1000.0
     if interrupted:
         # Requests scheduled after the interruption were never meant to be sent.
-        records = _begun(records)
-        planned_ms = records.scheduled_ms[records.is_planned]
-        end_ms = max(begin_ms + 1.0, float(planned_ms.max()) if len(planned_ms) else 0.0)
+        records = records.where(~np.isnan(records.sent_ms))
+        end_ms = max(begin_ms + 1.0, float(records.scheduled_ms.max(initial=0.0)))
     elif lost:
-        count = load.planned
-        known = records.request[records.request < count]
-        planned = {"call": load.owner[:count], "sizes": load.sizes}
-        rest = unsent(load.times_ms[:count], load.model_index[:count], except_requests=known, **planned)
+        known = records.request
+        rest = unsent(schedule.times_ms, schedule.model_index, except_requests=known, sizes=schedule.sizes)
         records = merge([records, rest])
     names = [target.name for target in targets]
     generating = [target.name for target in targets if target.slo is not None]
     window = {"warmup_ms": begin_ms, "duration_ms": end_ms}
-    summary = summarise(records, names, **window, applications=load.applications, generating=generating)
+    summary = summarise(records, names, **window, applications=schedule.applications, generating=generating)
     slos_ms = [target.slo_ms if target.slo is None else target.slo.ttft_ms for target in targets]
     verdict = judge(records, summary, slos_ms, interrupted=interrupted, lost_clients=lost)
     shown = [f"{count} × {text}" for text, count in errors.most_common(_SHOWN_ERRORS)]
-    return BenchResult(records, load.schedule, summary, verdict, errors=shown)
-
-
-def _begun(records: Records) -> Records:
-    """Return the rows that were sent. When the first stage of an application's request was not sent in full, none of
-    its rows is returned."""
-    unsent_calls = np.unique(records.call[np.isnan(records.sent_ms)])
-    return records.where(~np.isnan(records.sent_ms) & ~np.isin(records.call, unsent_calls[unsent_calls >= 0]))
+    return BenchResult(records, schedule, summary, verdict, errors=shown)
 
 
 def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:
@@ -307,25 +311,34 @@ def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:
     return RayClients(options.clients) if options.clients else LocalClient()
 
 
-def _jobs(load: ApplicationLoad, targets: tuple[ModelTarget, ...], options: BenchOptions) -> list[ClientJob]:
-    """Deal the requests to the clients in turn. The parts of one application's request stay together."""
+def _jobs(
+    schedule: Schedule,
+    targets: tuple[ModelTarget, ...],
+    options: BenchOptions,
+    run: str,
+    stage_bodies: Mapping[str, tuple[Body, ...]],
+) -> list[ClientJob]:
+    """Deal the requests to the clients in turn."""
     count = max(1, options.clients)
-    in_flight = len(load.number) / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
+    in_flight = len(schedule) / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
     connections = min(400, int(in_flight) + 16)  # limit: connections of one client
+    parts = [np.arange(place, len(schedule), count) for place in range(count)]
     return [
         ClientJob(
             options.url,
             targets,
-            load.part(place, count),
+            schedule.part(rows),
+            rows,
             options.grace_s,
             connections,
             send_slo=options.slo_scale != 1.0,
             via=options.via,
-            run=load.schedule.hash[:8],
+            run=run,
             key=client_key(),
             measured_from_ms=options.measured_from_ms,
+            stage_bodies=stage_bodies,
         )
-        for place in range(count)
+        for rows in parts
     ]
 
 
@@ -355,8 +368,8 @@ def _with_sizes(spec: ModelSpec, metadata: Mapping[str, Any], bodies: Collection
     return spec.model_copy(update={"sizes": even})
 
 
-def _with_notes(load: ApplicationLoad, given: Sequence[ModelSpec], sized: Sequence[ModelSpec]) -> ApplicationLoad:
-    """Return the load with a line for each model whose sizes the workload does not give."""
+def _with_notes(schedule: Schedule, given: Sequence[ModelSpec], sized: Sequence[ModelSpec]) -> Schedule:
+    """Return the schedule with a line for each model whose sizes the workload does not give."""
     notes = [
         f"{spec.name}: its workload gives no `sizes`, so each is spread evenly over what the model takes ("
         + ", ".join(f"{name} up to {lengths.most:g}" for name, lengths in spec.sizes.items())
@@ -364,36 +377,34 @@ def _with_notes(load: ApplicationLoad, given: Sequence[ModelSpec], sized: Sequen
         for spec, before in zip(sized, given, strict=True)
         if spec.sizes and not before.sizes
     ]
-    return replace(load, schedule=replace(load.schedule, notes=(*load.schedule.notes, *notes)))
+    return replace(schedule, notes=(*schedule.notes, *notes))
 
 
-def _in_multiples(
-    load: ApplicationLoad, models: Sequence[ModelSpec], shown: Mapping[str, Mapping[str, Any]]
-) -> ApplicationLoad:
-    """Return the load with sizes rounded up to the multiples that models run at."""
-    if load.sizes is None:
-        return load
-    steps = np.ones((len(models), load.sizes.shape[1]), dtype=np.int64)
+def _in_multiples(schedule: Schedule, models: Sequence[ModelSpec], shown: Mapping[str, Mapping[str, Any]]) -> Schedule:
+    """Return the schedule with sizes rounded up to the multiples that models run at."""
+    if schedule.sizes is None:
+        return schedule
+    steps = np.ones((len(models), schedule.sizes.shape[1]), dtype=np.int64)
     for place, spec in enumerate(models):
         steps[place, : len(spec.sizes)] = [shown[spec.name]["sizes"][name]["multiple"] for name in spec.sizes]
-    step = steps[load.model_index]
-    return replace(load, sizes=-(-load.sizes // step) * step)
+    step = steps[schedule.model_index]
+    return replace(schedule, sizes=-(-schedule.sizes // step) * step)
 
 
-def _largest(load: ApplicationLoad, index: int, spec: ModelSpec) -> dict[str, int]:
+def _largest(schedule: Schedule, index: int, spec: ModelSpec) -> dict[str, int]:
     """Return the largest size of the requests of a model, by name."""
-    if load.sizes is None:
+    if schedule.sizes is None:
         return {}
-    most = load.sizes[load.model_index == index].max(axis=0, initial=1)
+    most = schedule.sizes[schedule.model_index == index].max(axis=0, initial=1)
     return dict(zip(spec.sizes, most.tolist(), strict=False))
 
 
 def _target(
-    options: BenchOptions, spec: ModelSpec, metadata: Mapping[str, Any], most: Mapping[str, int], *, is_stage: bool
+    options: BenchOptions, spec: ModelSpec, metadata: Mapping[str, Any], most: Mapping[str, int]
 ) -> ModelTarget:
     """Return a model to send requests to, the largest of which have the sizes `most`."""
     versioned = metadata["name"]
-    target = partial(ModelTarget, spec.name, spec.slo_ms * options.slo_scale, is_stage=is_stage, asked=versioned)
+    target = partial(ModelTarget, spec.name, spec.slo_ms * options.slo_scale, asked=versioned)
     generator = seed_for(options.seed, "payloads", spec.name)
     if spec.name in options.bodies:
         hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks

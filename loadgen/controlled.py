@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
@@ -17,10 +19,10 @@ from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.errors import refused
-from tenuto.loadgen.application_figures import label_stages, outcome_figures
 from tenuto.loadgen.application_load import Joins, make_application_load
+from tenuto.loadgen.figures import outcome_figures
 from tenuto.loadgen.simulated import beside
-from tenuto.outcome import OUTCOMES, Outcome
+from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
@@ -104,23 +106,16 @@ def controlled_summary(
         since: when the run began on the performance counter, for `wall_s`.
         applications: the applications of the workload.
     """
-    ended = run.ended()
-    total = ended.sum(axis=0)
-    attainments = run.attainments()
+    staged = {app.model_name(stage) for app in applications for stage in app.stages}
+    ended = {name: row for name, row in zip(run.names, run.ended().tolist(), strict=True) if name not in staged}
+    total = np.sum([*ended.values(), *run.applications.values()], axis=0)
     summary: dict[str, Any] = {
         "offered_rps": float(total.sum() / duration_s),
         "goodput_rps": float(total[Outcome.OK] / duration_s),
         "attainment": float(total[Outcome.OK] / total.sum()) if total.sum() else None,
         "requests": int(total.sum()),
         "wall_s": time.perf_counter() - since,
-        "models": {
-            name: {
-                "offered": int(row.sum()),
-                **dict(zip(OUTCOMES, row.tolist(), strict=True)),
-                "attainment": attainments.get(name),
-            }
-            for name, row in zip(run.names, ended, strict=True)
-        },
+        "models": {name: outcome_figures(row) for name, row in ended.items()},
         "control": {
             "changes": run.count(Kind.CHANGED),
             "rolled_back": run.count(Kind.ROLLED_BACK),
@@ -139,15 +134,9 @@ def controlled_summary(
             ],
         },
     }
-    label_stages(summary["models"], applications)
     if run.applications:
         summary["applications"] = {
-            app.name: {
-                **outcome_figures(counts),
-                "goodput_rps": counts[Outcome.OK] / duration_s,
-                "slo_ms": app.slo_ms,
-                "stage_requests": sum(stage.count for stage in app.stages),
-            }
+            app.name: {**outcome_figures(counts), "goodput_rps": counts[Outcome.OK] / duration_s, "slo_ms": app.slo_ms}
             for app, counts in ((app, run.applications[app.name]) for app in applications)
         }
     return summary

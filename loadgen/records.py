@@ -24,11 +24,12 @@ _DTYPES: dict[str, type[np.generic]] = {
     "gpulet": np.object_,
     "prompt_tokens": np.int64,
     "output_tokens": np.int64,
-    "call": np.int64,
     "sizes": np.int64,
 }
 # Columns that need not be given, and what they then have.
-ABSENT = {"first_token_ms": NAN, "prompt_tokens": 0, "output_tokens": 0, "call": -1, "call_at_ms": NAN}
+ABSENT = {"first_token_ms": NAN, "prompt_tokens": 0, "output_tokens": 0}
+# Columns with several values for each request, and what fills those of requests with fewer.
+WIDE = {"sizes": 0, "stage_ms": NAN}
 
 
 @dataclass
@@ -37,10 +38,10 @@ class Records:
 
     `scheduled_ms`, `sent_ms` and `answered_ms` are absolute; `batching_ms`, `gpulet_queue_ms` and `execution_ms` are
     durations the server reported. `gpulet` is the gpu-let's id. Of a generation, `first_token_ms` is absolute, and
-    `output_tokens` are those that came; without one, tokens are 0. `call` is the number of the application's request
-    that a row belongs to, -1 for none, and `call_at_ms` when that was scheduled; a row of a later stage counts as
-    scheduled when the last answer before it was there, and has no row if it never was. `sizes` has a row for each
-    request, in the order of the model's `sizes` in the workload; rows of models with fewer are filled by 0.
+    `output_tokens` are those that came; without one, tokens are 0. A request of an application is one row. `sizes` has
+    the sizes of each request, in the order of the model's `sizes` in the workload, filled by 0. `stage_ms` has how long
+    each stage of its application took, from when it was due to its last answer, in the order of the stages, filled by
+    NaN.
     """
 
     request: NDArray[np.int64]
@@ -58,14 +59,14 @@ class Records:
     first_token_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # empty: no model generates
     prompt_tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     output_tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    call: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # empty: no applications
-    call_at_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sizes: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))  # empty: all shapes are fixed
+    stage_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))  # empty: no applications
 
     def __post_init__(self) -> None:
-        """Fill columns that are not given: no row is a generation, has sizes, or belongs to an application."""
-        if len(self.sizes) != len(self.request):
-            self.sizes = np.zeros((len(self.request), 0), np.int64)
+        """Fill columns that are not given: no row is a generation, has sizes, or is of an application."""
+        for name in WIDE:
+            if len(getattr(self, name)) != len(self.request):
+                setattr(self, name, np.zeros((len(self.request), 0), _DTYPES.get(name, np.float64)))
         for name, value in ABSENT.items():
             if len(getattr(self, name)) != len(self.request):
                 setattr(self, name, np.full(len(self.request), value, _DTYPES.get(name, np.float64)))
@@ -105,15 +106,8 @@ class Records:
         return (self.answered_ms - self.first_token_ms) / np.where(further > 0, further, NAN)
 
     def within(self, begin_ms: float, end_ms: float) -> Records:
-        """Return the requests scheduled in a window. Later stages of an application's request may be due after its
-        end."""
-        arrived_ms = np.where(self.call >= 0, self.call_at_ms, self.scheduled_ms)
-        return self.where((self.scheduled_ms >= begin_ms) & (arrived_ms < end_ms))
-
-    @property
-    def is_planned(self) -> NDArray[np.bool_]:
-        """Whether the scheduled time was known before the run: all but later stages of applications."""
-        return np.asarray((self.call < 0) | (self.scheduled_ms == self.call_at_ms))
+        """Return the requests scheduled in a window."""
+        return self.where((self.scheduled_ms >= begin_ms) & (self.scheduled_ms < end_ms))
 
     @property
     def front_door_ms(self) -> NDArray[np.float64]:
@@ -136,7 +130,6 @@ def unsent(
     model_index: NDArray[np.int32],
     *,
     except_requests: NDArray[np.int64] | None = None,
-    call: NDArray[np.int64] | None = None,
     sizes: NDArray[np.int64] | None = None,
 ) -> Records:
     """Return rows of scheduled requests that no client sent: failed, with no times but the scheduled one.
@@ -145,7 +138,6 @@ def unsent(
         times_ms: the whole schedule.
         model_index: model of each request.
         except_requests: numbers of the requests that have a row already.
-        call: number of the application's request that each request belongs to; -1: none.
         sizes: of each request, where models have sizes.
     """
     request = np.arange(len(times_ms), dtype=np.int64)
@@ -155,7 +147,6 @@ def unsent(
     times = ("sent_ms", "answered_ms", "batching_ms", "gpulet_queue_ms", "execution_ms")
     unknown = {name: np.full(total, NAN) for name in times}
     scheduled = np.asarray(times_ms, dtype=np.float64)[request]
-    calls = np.full(total, -1, np.int64) if call is None else call[request]
     return Records(
         request=request,
         model=np.asarray(model_index, dtype=np.int32)[request],
@@ -164,8 +155,6 @@ def unsent(
         outcome=np.full(total, Outcome.FAILED, np.int8),
         batch_size=np.zeros(total, np.int32),
         gpulet=np.full(total, "", dtype=object),
-        call=calls,
-        call_at_ms=np.where(calls >= 0, scheduled, NAN),
         sizes=np.zeros((total, 0), np.int64) if sizes is None else sizes[request],
         **unknown,
     )
@@ -177,6 +166,14 @@ def merge(parts: Iterable[Records]) -> Records:
     joined = {
         name: np.concatenate([getattr(part, name) for part in records]) if records else np.empty(0, dtype)
         for name, dtype in Records.columns().items()
+        if name not in WIDE
     }
+    for name, filled in WIDE.items():
+        columns = [getattr(part, name) for part in records]
+        width = max((column.shape[1] for column in columns), default=0)
+        joined[name] = np.full((len(joined["request"]), width), filled)
+        begin = 0
+        for column in columns:
+            joined[name][begin : (begin := begin + len(column)), : column.shape[1]] = column
     order = np.lexsort((joined["request"], joined["scheduled_ms"]))
     return Records(**{name: column[order] for name, column in joined.items()})

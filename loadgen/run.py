@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 from tenuto.documents import SCHEMA
 from tenuto.errors import refused
 from tenuto.files import parse_json, read_text
-from tenuto.loadgen.application_figures import Calls, calls_by_name
-from tenuto.loadgen.records import ABSENT, Records
+from tenuto.loadgen.records import ABSENT, WIDE, Records
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.generates import TokenSlo
@@ -32,18 +30,13 @@ class Run:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Model names by index."""
-        return tuple(self.document["models"])
+        """Names of models and applications by index."""
+        return (*self.document["models"], *self.applications)
 
     @property
     def applications(self) -> Mapping[str, Mapping[str, Any]]:
         """Figures of every application by name."""
         return self.document.get("applications") or {}
-
-    @cached_property
-    def calls(self) -> dict[str, Calls]:
-        """How the requests of every application ended, warm-up included."""
-        return calls_by_name(self.document, self.records)
 
     @property
     def begin_ms(self) -> float:
@@ -65,16 +58,15 @@ class Run:
         """The requests scheduled within the measured window."""
         return self.records.within(self.begin_ms, self.end_ms)
 
-    def by_model(self) -> dict[str, Records]:
-        """Return the requests scheduled within the measured window, of each model."""
+    def by_name(self) -> dict[str, Records]:
+        """Return the requests scheduled within the measured window, of each model and application."""
         measured = self.measured
         return {name: measured.where(measured.model == index) for index, name in enumerate(self.names)}
 
     @property
     def slos_ms(self) -> Mapping[str, float]:
-        """The SLO by which each model was judged."""
-        slos: Mapping[str, float] = self.document["slos_ms"]
-        return slos
+        """The SLO by which each model and application was judged."""
+        return {**self.document["slos_ms"], **{name: row["slo_ms"] for name, row in self.applications.items()}}
 
     @property
     def token_slos(self) -> dict[str, TokenSlo]:
@@ -126,7 +118,8 @@ def load_run(folder: str | Path) -> Run:
         if document.get("plan")
         else None
     )
-    return Run(document, _read_records(Path(folder) / "requests.parquet", list(document["models"])), plan)
+    names = [*document["models"], *(document.get("applications") or {})]
+    return Run(document, _read_records(Path(folder) / "requests.parquet", names), plan)
 
 
 def _read_records(path: Path, names: list[str]) -> Records:
@@ -142,12 +135,8 @@ def _read_records(path: Path, names: list[str]) -> Records:
         columns = {
             name: np.asarray(table[name].to_numpy(), dtype=dtype)
             for name, dtype in Records.columns().items()
-            if (name in table.column_names or name not in ABSENT)
-            and name not in ("model", "outcome", "gpulet", "call", "call_at_ms", "sizes")
+            if (name in table.column_names or name not in ABSENT) and name not in ("model", "outcome", "gpulet", *WIDE)
         }
-        if "application_request" in table.column_names:
-            columns["call"] = table["application_request"].fill_null(-1).to_numpy().astype(np.int64)
-            columns["call_at_ms"] = table["application_scheduled_ms"].to_numpy().astype(np.float64)
         columns["model"] = order[model.indices.to_numpy()] if len(table) else np.empty(0, np.int32)
         columns["outcome"] = codes[outcome.indices.to_numpy()] if len(table) else np.empty(0, np.int8)
         columns["gpulet"] = table["gpulet"].combine_chunks().cast(pyarrow.string()).to_numpy(zero_copy_only=False)

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from tenuto.documents import SCHEMA
-from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.bench import BenchOptions, BenchResult, status_at
-from tenuto.loadgen.records import Records, request_id
+from tenuto.loadgen.records import WIDE, Records, request_id
 from tenuto.loadgen.result_folder import prepare_folder, provenance, write_files
 from tenuto.loadgen.schedule import Schedule
 from tenuto.loadgen.verdict import add_size_classes
@@ -24,8 +23,6 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 _OURS = ("result.json", "requests.parquet", "timeline.csv", "schedule.npz", "report.html")
-
-_OTHERWISE = ("call", "call_at_ms", "sizes")  # columns of records that are written in another form
 
 
 def prepare_report(folder: Path, *, force: bool) -> Path:
@@ -84,19 +81,18 @@ def write_run_files(
     Raises:
         EnvironmentFaultError: a file cannot be written; the message says which ones were.
     """
-    names = list(document["models"])
+    names = [*document["models"], *(document.get("applications") or {})]
     duration_s = float(document["options"]["duration_s"])
     run = schedule.hash[:8] if schedule is not None and document.get("kind") == "bench" else None
     contents: dict[str, str | Callable[[Path], None]] = {
         "result.json": json.dumps(document, indent=2, allow_nan=False) + "\n",
-        "timeline.csv": lambda path: _write_timeline(
-            path, records, duration_s, queued or {}, calls_by_name(document, records)
-        ),
+        "timeline.csv": lambda path: _write_timeline(path, records, duration_s, queued or {}),
     }
     if schedule is not None:
         contents["schedule.npz"] = schedule.save
     sizes = schedule.size_names if schedule is not None else {}
-    contents["requests.parquet"] = lambda path: _write_parquet(path, records, names, run, document, sizes)
+    stages = {name: tuple(row["stages"]) for name, row in (document.get("applications") or {}).items()}
+    contents["requests.parquet"] = lambda path: _write_parquet(path, records, names, run, sizes, stages)
     write_files(folder, contents)
 
 
@@ -110,12 +106,9 @@ def _served_by(url: str) -> dict[str, Any]:
     return {"emulated": emulated, "schedulers": [scheduler.to_data() for scheduler in status.schedulers]}
 
 
-def _write_timeline(
-    path: Path, records: Records, duration_s: float, queued: Mapping[int, int], calls: Mapping[str, Calls]
-) -> None:
+def _write_timeline(path: Path, records: Records, duration_s: float, queued: Mapping[int, int]) -> None:
     """Write one row per second: how many requests were scheduled in it, how these ended, and, if the server said so,
-    how many requests waited for a batch at its end. Applications have columns of their own: offered and ok, end to
-    end."""
+    how many requests waited for a batch at its end."""
     length = int(np.ceil(duration_s))
 
     def by_second(at_ms: Any) -> Any:
@@ -125,9 +118,6 @@ def _write_timeline(
     columns = {"offered": by_second(records.scheduled_ms)}
     for outcome in Outcome:
         columns[outcome.name.lower()] = by_second(records.scheduled_ms[records.outcome == outcome])
-    for name, mine in calls.items():
-        columns[f"{name} offered"] = by_second(mine.at_ms)
-        columns[f"{name} ok"] = by_second(mine.at_ms[mine.outcome == Outcome.OK])
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(["second", *columns, *(["queued"] if queued else [])])
@@ -141,31 +131,27 @@ def _write_parquet(
     records: Records,
     names: Sequence[str],
     run: str | None,
-    document: Mapping[str, Any],
     size_names: Mapping[str, Sequence[str]],
+    stages: Mapping[str, Sequence[str]],
 ) -> None:
-    """Write one row per request. In a live run it has the `id` that the server saw. When the request belongs to an
-    application, it has the `application` and the number of that application's request. A column `size_NAME` has sizes
-    by name, 0 in rows of models without this one."""
+    """Write one row per request, with the `model` or application that was asked. In a live run it has the `id` that the
+    server saw. A column `size_NAME` has sizes by name, and `stage_NAME_ms` how long the stage of an application took;
+    rows of others have 0 and NaN there."""
     import pyarrow as arrow
     from pyarrow import parquet
 
-    columns = {name: getattr(records, name) for name in Records.columns() if name not in _OTHERWISE}
+    columns = {name: getattr(records, name) for name in Records.columns() if name not in WIDE}
     outcomes = [outcome.name.lower() for outcome in Outcome]
     columns["model"] = arrow.DictionaryArray.from_arrays(arrow.array(records.model), arrow.array(names, arrow.string()))
     columns["outcome"] = arrow.DictionaryArray.from_arrays(arrow.array(records.outcome), arrow.array(outcomes))
     columns["gpulet"] = arrow.array(records.gpulet, arrow.string()).dictionary_encode()
-    for model, sizes in size_names.items():
-        mine = records.model == names.index(model)
-        for column, size in enumerate(sizes):
-            values = columns.setdefault(f"size_{size}", np.zeros(len(records), np.int64))
-            values[mine] = records.sizes[mine, column]
-    if document.get("applications"):
-        alone = records.call < 0
-        owners = np.array([document["models"][name].get("stage_of") for name in names], dtype=object)
-        columns["application"] = arrow.array(owners[records.model], arrow.string()).dictionary_encode()
-        columns["application_request"] = arrow.array(records.call, mask=alone)
-        columns["application_scheduled_ms"] = arrow.array(records.call_at_ms, mask=alone)
+    for by_name, wide, form in ((size_names, "sizes", "size_{}"), (stages, "stage_ms", "stage_{}_ms")):
+        for name, labels in by_name.items():
+            mine = records.model == names.index(name)
+            for column, label in enumerate(labels):
+                absent = np.full(len(records), WIDE[wide])
+                values = columns.setdefault(form.format(label), absent)
+                values[mine] = getattr(records, wide)[mine, column]
     if run is not None:
         columns["id"] = arrow.array([request_id(run, number) for number in records.request.tolist()], arrow.string())
     parquet.write_table(arrow.table(columns), path, compression="zstd")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +24,10 @@ MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gi
 
 @dataclass(frozen=True)
 class Schedule:
-    """Arrivals in order of time. `model_index[i]` indexes `names`; `times_ms[i]` counts from the start of the run.
+    """Arrivals of what clients send, in order of time. `model_index[i]` indexes `names`; `times_ms[i]` counts from the
+    start of the run.
 
-    The last names may be those of `applications`, whose arrivals stand for all requests of their stages.
+    The last names may be those of `applications`, of which one arrival is one request.
     """
 
     times_ms: NDArray[np.float64]
@@ -36,7 +37,7 @@ class Schedule:
     notes: tuple[str, ...] = ()  # notes about the times for the reader of the figures; not part of the hash
     applications: tuple[Application, ...] = ()
     tokens: RequestTokens | None = None  # of each request, when a model generates
-    sizes: NDArray[np.int64] | None = None  # a row for each request of the load, when those of a model vary in size
+    sizes: NDArray[np.int64] | None = None  # a row for each request, when those of a model vary in size
     size_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by model, in the order of the columns
 
     def __len__(self) -> int:
@@ -58,6 +59,16 @@ class Schedule:
         if self.sizes is not None:
             digest.update(self.sizes.tobytes())
         return digest.hexdigest()
+
+    def part(self, rows: NDArray[np.int64]) -> Schedule:
+        """Return a schedule with these requests only."""
+        return replace(
+            self,
+            times_ms=self.times_ms[rows],
+            model_index=self.model_index[rows],
+            tokens=None if self.tokens is None else self.tokens.of(rows),
+            sizes=None if self.sizes is None else self.sizes[rows],
+        )
 
     def save(self, path: str | Path) -> None:
         """Write as a compressed numpy file."""

@@ -4,8 +4,8 @@ reply. Transports are in `senders/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -42,6 +42,7 @@ class Reply:
     error: str = ""
     writing_ms: float = float("nan")  # of a stream: from the first token to the end, on the client's clock
     tokens: int = 0  # of a stream
+    stage_ms: Mapping[str, float] = field(default_factory=dict)  # of an application: from due to its last answer
 
 
 # Called exactly once per request, with the token of `send`.
@@ -58,11 +59,8 @@ class Sender(Protocol):
         """Return a request in the form `send` takes; comes after `open`. `model`: its name, or NAME:VERSION. `slo_ms`:
         time it has, if not the plan's."""
 
-    def send(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
-        """Send now and return. It never waits, and never limits how many requests are open.
-
-        `slo_ms`: time this request has from now, instead of its prepared SLO; with zero or less it expires at once.
-        """
+    def send(self, prepared: Any, request_id: str, token: int) -> None:
+        """Send now and return. It never waits, and never limits how many requests are open."""
 
     def close(self) -> None:
         """Close all connections; open requests get no answer any more."""

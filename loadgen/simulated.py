@@ -21,9 +21,8 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA
 from tenuto.errors import Problem, refused
-from tenuto.loadgen.application_figures import application_figures, label_stages
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
-from tenuto.loadgen.records import Records, merge
+from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.result_folder import provenance
 from tenuto.loadgen.verdict import add_size_classes, judge, summarise
 from tenuto.outcome import WARM_UP, Outcome
@@ -113,20 +112,17 @@ class Simulation:
     def run(self, rate_scale: float = 1.0) -> SimulatedRun:
         """Run all requests at a rate scale."""
         load = self._load(rate_scale)
-        return SimulatedRun(self._simulate(load, Joins(load)), load)
+        joins = Joins(load, response_ms=self.system.network.response_ms)
+        return SimulatedRun(self._simulate(load, joins), load, joins)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
         load = self._load(rate_scale)
         begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
-        joins = Joins(load, counted_from_ms=begin_ms)
+        joins = Joins(load, counted_from_ms=begin_ms, response_ms=self.system.network.response_ms)
         models = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
         judged = _WithApplications(load, self.system, joins, models, begin_ms) if load.applications else models
         return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
-
-    def finished(self, result: SimulationResult, rate_scale: float) -> SimulatedRun:
-        """Return a result of `try_rate` at this rate scale as a run with its requests."""
-        return SimulatedRun(result, self._load(rate_scale))
 
     def _load(self, rate_scale: float) -> ApplicationLoad:
         return make_application_load(self.models, self.applications, self.duration_s, self.seed, rate_scale)
@@ -182,25 +178,45 @@ class _WithApplications:
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
         """Return how many requests of a run were in time, and how many arrived."""
-        rows = _applications(result, self._load)
-        calls = {name: (int(rows[name]["ok"]), int(rows[name]["offered"])) for name in self._complete}
-        return self._of_models(self._models.ended(result)) | calls
+        calls = self._joins.counts()
+        ended = {name: (calls[name][Outcome.OK], sum(calls[name])) for name in self._complete}
+        return self._of_models(self._models.ended(result)) | ended
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run in virtual time and its requests."""
+    """A run in virtual time and its requests; `joins` if some are those of applications."""
 
     result: SimulationResult
     load: ApplicationLoad
+    joins: Joins
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate --json`, with those of applications if there were any."""
         summary = self.result.summary()
         if self.load.applications:
-            label_stages(summary["models"], self.load.applications)
-            summary["applications"] = _applications(self.result, self.load)
+            figures = self._summarise(self.records())
+            del figures["gpulets"]  # the simulator saw the batches
+            summary |= figures
         return summary
+
+    def records(self) -> Records:
+        """Return one row for each request of clients; one to an application has no batch of its own."""
+        records = simulated_records(self.result, self.load)
+        return _records_of_clients(records, self.load, self.joins) if self.load.applications else records
+
+    def _summarise(self, records: Records) -> dict[str, Any]:
+        result = self.result
+        names = [model.name for model in result.system.reported]
+        generating = [names[result.system.reported_of[gpulet.model]] for gpulet in result.system.generating]
+        return summarise(
+            records,
+            self.load.schedule.names,
+            warmup_ms=1000.0 * result.warmup_s,
+            duration_ms=1000.0 * result.duration_s,
+            applications=self.load.applications,
+            generating=generating,
+        )
 
     def describe(
         self, plan: Plan | None, *, options: Mapping[str, Any], command: Sequence[str]
@@ -213,23 +229,15 @@ class SimulatedRun:
             command: the command line of the run.
         """
         result = self.result
-        records = simulated_records(result, self.load)
-        system = result.system
-        names = [model.name for model in system.reported]
-        slos = {model.name: model.slo_ms for model in system.reported}
-        summary = summarise(
-            records,
-            names,
-            warmup_ms=1000.0 * result.warmup_s,
-            duration_ms=1000.0 * result.duration_s,
-            applications=self.load.applications,
-            generating=[names[system.reported_of[gpulet.model]] for gpulet in system.generating],
-        )
+        records = self.records()
+        summary = self._summarise(records)
+        slos = {model.name: model.slo_ms for model in result.system.reported if model.name in summary["models"]}
+        names = [model.name for model in result.system.reported]
         if plan is not None:
             add_size_classes(summary, records, plan)
-        verdict = judge(records, summary, list(slos.values()))
+        verdict = judge(records, summary, [*slos.values(), *(app.slo_ms for app in self.load.applications)])
         # Where both have a figure, the simulator's is kept: it saw every batch, not only the answered requests.
-        seen = {key: value for key, value in result.summary().items() if key != "models"}
+        seen = {key: value for key, value in self.summary().items() if key != "models"}
         document = {
             "schema": SCHEMA,
             "kind": "simulation",
@@ -250,12 +258,12 @@ class SimulatedRun:
 
 
 def simulated_records(result: SimulationResult, load: ApplicationLoad | None = None) -> Records:
-    """Return one row per simulated request. It was sent when scheduled; its status is what a server would have
+    """Return one row per request to a model. It was sent when scheduled; its status is what a server would have
     answered.
 
     Args:
         result: the simulator's result.
-        load: the load, which may have applications; stages that were never due have no row.
+        load: the load, if requests have sizes.
     """
     ids = np.array([gpulet.id for gpulet in result.system.gpulets] + [""], dtype=object)
     answered = ~np.isnan(result.answered_ms)
@@ -284,21 +292,20 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
         records.batch_size[written] = 0  # as in a live run: a stream has no batch of its own
         for column in (records.batching_ms, records.gpulet_queue_ms, records.execution_ms):
             column[written] = np.nan
-    if load is None or not load.applications:
-        return records
-    records.call, records.call_at_ms = load.owner, load.call_at_ms
-    records = records.where(~np.isnan(records.scheduled_ms))
-    return merge([records])
+    return records
 
 
-def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
-    return application_figures(
-        simulated_records(result, load),
-        [model.name for model in result.system.reported],
-        load.applications,
-        warmup_ms=1000.0 * result.warmup_s,
-        duration_ms=1000.0 * result.duration_s,
-    )
+def _records_of_clients(records: Records, load: ApplicationLoad, joins: Joins) -> Records:
+    """Return the rows of clients' requests from those of the requests to models and the ends of calls."""
+    schedule = load.schedule
+    is_call = schedule.model_index >= len(schedule.names) - len(load.applications)
+    alone = records.where(load.owner < 0)
+    alone.request, alone.model = np.flatnonzero(~is_call), schedule.model_index[~is_call]
+    calls = unsent(schedule.times_ms, schedule.model_index, except_requests=alone.request, sizes=schedule.sizes)
+    calls.sent_ms, calls.answered_ms = calls.scheduled_ms, joins.answered_ms
+    calls.outcome, calls.stage_ms = joins.outcome, joins.stage_ms
+    calls.status = np.array([outcome.http_status for outcome in Outcome], np.int32)[joins.outcome]
+    return merge([alone, calls])
 
 
 def _refuse_beside_generating(models: Sequence[ModelSpec], applications: Sequence[Application]) -> None:

@@ -16,14 +16,7 @@ import numpy as np
 from tenuto.batching.core.build import size_classes_of
 from tenuto.batching.virtual.result import P99_SAMPLES
 from tenuto.batching.virtual.writing import token_figures
-from tenuto.loadgen.application_figures import (
-    application_figures,
-    counted,
-    label_stages,
-    latency_figures,
-    outcome_figures,
-    percentile,
-)
+from tenuto.loadgen.figures import application_figures, counted, latency_figures, outcome_figures, percentile
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -57,19 +50,23 @@ def summarise(
 
     Args:
         records: every request of the run.
-        names: model names by index.
+        names: names of models by index, and behind them those of applications.
         warmup_ms: requests scheduled before this are left out.
         duration_ms: end of the measured window.
-        applications: applications whose stages are among the models; they get figures of their own, by their SLOs.
+        applications: the applications, with the SLOs to judge them by.
         generating: models that generate, which have figures of tokens too.
     """
     measured = records.within(warmup_ms, duration_ms)
     length_s = (duration_ms - warmup_ms) / 1000.0
     ok = int((measured.outcome == Outcome.OK).sum())
-    models = {name: _model(measured.where(measured.model == index)) for index, name in enumerate(names)}
-    for index, name in enumerate(names):
-        if name in generating:
-            models[name] |= _tokens(measured.where((measured.model == index) & (measured.status == 200)), length_s)
+    by_name = {name: measured.where(measured.model == index) for index, name in enumerate(names)}
+    rows = {
+        application.name: application_figures(by_name.pop(application.name), application, length_s)
+        for application in applications
+    }
+    models = {name: _model(mine) for name, mine in by_name.items()}
+    for name in generating:
+        models[name] |= _tokens(by_name[name].where(by_name[name].status == 200), length_s)
     summary: dict[str, Any] = {
         "offered_rps": len(measured) / length_s,
         "goodput_rps": ok / length_s,
@@ -79,12 +76,7 @@ def summarise(
         "gpulets": _gpulets(measured, length_s),
         "window_ms": [warmup_ms, duration_ms],
     }
-    if applications:
-        label_stages(models, applications)
-        summary["applications"] = application_figures(
-            records, names, applications, warmup_ms=warmup_ms, duration_ms=duration_ms
-        )
-    return summary
+    return summary | {"applications": rows} if rows else summary
 
 
 def add_size_classes(summary: dict[str, Any], records: Records, plan: Plan) -> None:
@@ -153,9 +145,8 @@ def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
 
 
 def judged_rows(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the figures by which a run is judged: those of applications, and of models that are no stage of one."""
-    alone = {name: row for name, row in summary["models"].items() if "stage_of" not in row}
-    return {**(summary.get("applications") or {}), **alone}
+    """Return the figures by which a run is judged: those of applications, and of models that clients ask."""
+    return {**(summary.get("applications") or {}), **summary["models"]}
 
 
 def judge(
@@ -169,10 +160,8 @@ def judge(
     """Return the verdict of a run.
 
     A run is invalid when the load generator did not follow the schedule: requests were not sent, the 99th percentile of
-    lateness is above 5 % of the smallest SLO (at least 5 ms), a client was lost, or the run was interrupted. Later
-    stages of applications have no time in the schedule, so this does not concern them. Stages are judged by their
-    application."""
-    lateness = records.lateness_ms[records.is_planned]
+    lateness is above 5 % of the smallest SLO (at least 5 ms), a client was lost, or the run was interrupted."""
+    lateness = records.lateness_ms
     scheduled = len(lateness)
     unsent = int(np.isnan(lateness).sum())
     p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < scheduled else float("inf")
@@ -184,8 +173,6 @@ def judge(
         "lateness_limit_ms": limit,
         "target_attainment": TARGET_ATTAINMENT,
     }
-    if summary.get("applications"):
-        conditions["followed"] = len(records) - scheduled
     invalid = []
     if interrupted:
         invalid.append("the run was interrupted; figures cover its first part only")

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import refused
-from tenuto.loadgen.application_figures import Calls
 from tenuto.loadgen.records import Records
 from tenuto.loadgen.run import Run, load_document, load_run
 from tenuto.outcome import Outcome
@@ -250,9 +249,6 @@ def _half_width_in_parts(parts: tuple[Run, Run, NDArray[np.float64]], model: str
 
 
 def _by_part(run: Run, edges: NDArray[np.float64], model: str | None, metric: str) -> NDArray[np.float64]:
-    if model in run.calls:
-        calls, parts = run.calls[model], range(len(edges) - 1)
-        return np.array([_figure_of_calls(calls.within(edges[i], edges[i + 1]), metric) for i in parts])
     records = run.records if model is None else run.records.where(run.records.model == run.names.index(model))
     part = np.searchsorted(edges, records.scheduled_ms, side="right") - 1
     part[records.scheduled_ms == edges[-1]] = len(edges)
@@ -279,13 +275,4 @@ def _figure(records: Records, metric: str, length_s: float) -> float:
         return float(values.mean()) if values.size else math.nan
     latency = records.latency_ms[records.status == 200]
     latency = latency[~np.isnan(latency)]
-    return float(np.percentile(latency, 50 if metric == "p50_ms" else 90)) if latency.size else math.nan
-
-
-def _figure_of_calls(calls: Calls, metric: str) -> float:
-    latency = calls.latency_ms[~np.isnan(calls.latency_ms)]
-    if not len(calls) or metric not in ("attainment", "p50_ms", "p90_ms"):
-        return math.nan
-    if metric == "attainment":
-        return float((calls.outcome == Outcome.OK).mean())
     return float(np.percentile(latency, 50 if metric == "p50_ms" else 90)) if latency.size else math.nan

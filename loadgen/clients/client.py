@@ -1,8 +1,7 @@
 """One load client: it sends its part of the schedule open-loop, at absolute times, and records the answers.
 
-For a request of an application, the first stages are sent at the scheduled time, and every later stage as soon as all
-answers before it came. The client runs on any event loop; `tenuto.loadgen.clients.actors` wraps it in a Ray actor. All
-its times come from its own clock, so no difference between two machines' clocks enters any figure."""
+An application is asked as a model is. The client runs on any event loop; `tenuto.loadgen.clients.actors` wraps it in a
+Ray actor. All its times come from its own clock, so no difference between two machines' clocks enters any figure."""
 
 from __future__ import annotations
 
@@ -10,16 +9,17 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tenuto.loadgen.application_load import ApplicationLoad, Joins
 from tenuto.loadgen.clients.precise_timer import PreciseTimer, Timer
 from tenuto.loadgen.clients.priority import Priority, preferred
 from tenuto.loadgen.records import NAN, Records, request_id
+from tenuto.loadgen.schedule import Schedule
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.loadgen.senders.payloads import Prompts, SizedBodies
 from tenuto.outcome import OUTCOMES, Outcome
@@ -31,21 +31,21 @@ _KINDS_OF_ERROR = 50  # limit: kinds of errors that are counted apart
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model to send requests to, with `bodies` in turn; or with bodies that are made for each request, as large as it
-    is. One that generates has an `slo`."""
+    """A model or an application to send requests to, with `bodies` in turn; or with bodies that are made for each
+    request, as large as it is. One that generates has an `slo`."""
 
     name: str
     slo_ms: float
     bodies: tuple[Body, ...]
-    is_stage: bool = False  # of an application: every request carries what is left of its deadline
     asked: str = ""  # NAME:VERSION, where a version has to be named
     made: Prompts | SizedBodies | None = None
     slo: TokenSlo | None = None
+    stages: tuple[str, ...] = ()  # of an application
 
-    def outcome(self, reply: Reply, latency_ms: float, slo_ms: float) -> Outcome:
+    def outcome(self, reply: Reply, latency_ms: float) -> Outcome:
         """Return the outcome of an answer with its latency from the scheduled time. Of a stream both bounds count."""
         if self.slo is None or reply.status != 200:
-            return outcome_of(reply.status, latency_ms, slo_ms)
+            return outcome_of(reply.status, latency_ms, self.slo_ms)
         tpot_ms = reply.writing_ms / (reply.tokens - 1) if reply.tokens > 1 else 0.0
         in_time = latency_ms - reply.writing_ms <= self.slo.ttft_ms and tpot_ms <= self.slo.tpot_ms
         return Outcome.OK if in_time else Outcome.LATE
@@ -53,11 +53,13 @@ class ModelTarget:
 
 @dataclass(frozen=True)
 class ClientJob:
-    """The requests that one client must send. Their times count from the common start."""
+    """The requests that one client must send. Their times count from the common start. `number[i]` is the number of
+    request i of this part of the `schedule` in the whole."""
 
     url: str
     targets: tuple[ModelTarget, ...]
-    load: ApplicationLoad
+    schedule: Schedule
+    number: NDArray[np.int64]
     grace_s: float
     connections: int
     send_slo: bool = False
@@ -65,10 +67,11 @@ class ClientJob:
     run: str = ""  # the beginning of the requests' ids; see `request_id`
     key: str = field(default="", repr=False)  # the API key for the server
     measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted
+    stage_bodies: Mapping[str, tuple[Body, ...]] = field(default_factory=dict)  # by model that is a stage
 
     def answer_s(self, row: int) -> float:
         """Return how long a stream may take by its SLO; 0 for other requests."""
-        slo, tokens = self.targets[self.load.model_index[row]].slo, self.load.tokens
+        slo, tokens = self.targets[self.schedule.model_index[row]].slo, self.schedule.tokens
         return 0.0 if slo is None or tokens is None else slo.answer_ms(float(tokens.output[row])) / 1000.0
 
 
@@ -91,11 +94,10 @@ def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
 class _Columns:
     """The rows of a job while it runs, as flat arrays: 1e6 requests take 60 MB instead of 1 GB of objects."""
 
-    def __init__(self, load: ApplicationLoad) -> None:
-        total = len(load.number)
-        self.request, self.model = load.number, load.model_index
-        self.call, self.call_at_ms = load.owner, load.call_at_ms
-        self.scheduled_ms = array("d", load.times_ms.tobytes())
+    def __init__(self, job: ClientJob) -> None:
+        schedule, total = job.schedule, len(job.number)
+        self.request, self.model = job.number, schedule.model_index
+        self.scheduled_ms = array("d", schedule.times_ms.tobytes())
         self.sent_ms = array("d", [NAN]) * total
         self.answered_ms = array("d", [NAN]) * total
         self.batching_ms = array("d", [NAN]) * total
@@ -106,11 +108,12 @@ class _Columns:
         self.outcome = array("b", [int(Outcome.FAILED)]) * total
         self.gpulet = [""] * total
         self.first_token_ms = array("d", [NAN]) * total
-        self.prompt_tokens = np.zeros(total, np.int64) if load.tokens is None else load.tokens.prompt
+        self.prompt_tokens = np.zeros(total, np.int64) if schedule.tokens is None else schedule.tokens.prompt
         self.output_tokens = array("q", [0]) * total
-        self.sizes = np.zeros((total, 0), np.int64) if load.sizes is None else load.sizes
+        self.sizes = np.zeros((total, 0), np.int64) if schedule.sizes is None else schedule.sizes
+        self.stage_ms = np.full((total, max((len(target.stages) for target in job.targets), default=0)), NAN)
 
-    def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
+    def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply, stages: Sequence[str]) -> None:
         """Record an answer. A broken connection without an answer has no time of answer."""
         self.outcome[row] = outcome
         if reply.status:
@@ -123,14 +126,15 @@ class _Columns:
             self.gpulet[row] = reply.gpulet
             self.first_token_ms[row] = answered_ms - reply.writing_ms
             self.output_tokens[row] = reply.tokens
+            for column, stage in enumerate(stages):
+                self.stage_ms[row, column] = reply.stage_ms.get(stage, NAN)
 
     def records(self) -> Records:
-        """Return all rows but requests of stages that were never due."""
+        """Return all rows."""
         columns: dict[str, Any] = {
             name: np.array(getattr(self, name), dtype=kind) for name, kind in Records.columns().items()
         }
-        records = Records(**columns)
-        return records.where(~np.isnan(records.scheduled_ms))
+        return Records(**columns)
 
 
 class Client:
@@ -146,16 +150,15 @@ class Client:
         self._counts: Counter[str] = Counter()
         self._stopped = False
         self._requests: list[list[Any]] = []  # per model, as the sender prepared them
-        self._joins = Joins(job.load)
         self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
-        """Return counts so far: sent (by the schedule), followed (later stages), answered, and every outcome."""
+        """Return counts so far: sent, answered, and every outcome."""
         return dict(self._counts)
 
     def stop(self) -> None:
-        """Send no more of the schedule. `run` returns when all open requests, with later stages of applications, are
-        answered, or when the grace period has passed.
+        """Send no more of the schedule. `run` returns when all open requests are answered, or when the grace period has
+        passed.
         """
         self._stopped = True
 
@@ -178,13 +181,11 @@ class Client:
 
     async def _run(self, start_at: float) -> ClientReport:
         job, send = self._job, self._sender.send
-        load = job.load
-        columns = _Columns(load)
+        columns = _Columns(job)
         errors: Counter[str] = Counter()
         counts = self._counts
-        times = columns.scheduled_ms  # times of later stages are filled in when they are due
-        models, numbers, deadlines = load.model_index.tolist(), load.number.tolist(), load.deadlines_ms.tolist()
-        targets, joins = job.targets, self._joins
+        times, models, numbers = columns.scheduled_ms, job.schedule.model_index.tolist(), job.number.tolist()
+        targets = job.targets
         timer = self._make_timer()
         now = timer.now
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
@@ -192,37 +193,21 @@ class Client:
         pending: set[int] = set()  # rows
         idle = asyncio.Event()
 
-        def send_row(row: int, kind: str) -> None:
-            target, pool = targets[models[row]], self._requests[models[row]]
-            prepared = pool[row % len(pool)] if target.made is None else self._made(row)
-            pending.add(row)
-            now_ms = columns.sent_ms[row] = (now() - origin) * 1000.0
-            counts[kind] += 1
-            left_ms = deadlines[row] - now_ms if target.is_stage else None
-            send(prepared, request_id(job.run, numbers[row]), row, left_ms)
-
         def on_reply(row: int, reply: Reply) -> None:
             answered_ms = (now() - origin) * 1000.0
             target = targets[models[row]]
-            slo_ms = deadlines[row] - times[row] if target.is_stage else target.slo_ms
-            outcome = target.outcome(reply, answered_ms - times[row], slo_ms)
-            columns.add(row, answered_ms, outcome, reply)
+            outcome = target.outcome(reply, answered_ms - times[row])
+            columns.add(row, answered_ms, outcome, reply, target.stages)
             counts["answered"] += 1
             counts[OUTCOMES[outcome]] += 1
             if reply.error and times[row] >= job.measured_from_ms:
                 _count_error(errors, reply.error[:_LONGEST_ERROR])
-            if reply.status != 200:
-                joins.given_up((row,))
-            else:
-                for later, _deadline in joins.answered((row,)):
-                    times[later] = answered_ms
-                    send_row(later, "followed")
             pending.discard(row)
             if not pending:
                 idle.set()
 
         self._handle_reply = on_reply
-        for row in range(load.planned):
+        for row in range(len(numbers)):
             at = origin + times[row] / 1000.0
             if at > now():
                 while at > (now_s := now()) and not self._stopped:
@@ -231,7 +216,12 @@ class Client:
                 await asyncio.sleep(0)  # the client is behind schedule; let answers be read between sends
             if self._stopped:
                 break
-            send_row(row, "sent")
+            target, pool = targets[models[row]], self._requests[models[row]]
+            prepared = pool[row % len(pool)] if target.made is None else self._made(row)
+            pending.add(row)
+            columns.sent_ms[row] = (now() - origin) * 1000.0
+            counts["sent"] += 1
+            send(prepared, request_id(job.run, numbers[row]), row)
         timer.close()
         wait_s = await self._await_stragglers(idle, pending)
         if self._stopped:
@@ -247,20 +237,19 @@ class Client:
 
     def _made(self, row: int) -> Any:
         """Return a request whose body is made for it, as the sender prepared it."""
-        load, tokens = self._job.load, self._job.load.tokens
-        target = self._job.targets[load.model_index[row]]
+        schedule, tokens = self._job.schedule, self._job.schedule.tokens
+        target = self._job.targets[schedule.model_index[row]]
         assert target.made is not None
         if target.slo is not None and tokens is not None:
             lengths = [int(tokens.prompt[row]), int(tokens.output[row])]
         else:
-            assert load.sizes is not None
-            lengths = load.sizes[row].tolist()
-        return self._prepared(target, target.made.body(int(load.number[row]), *lengths))
+            assert schedule.sizes is not None
+            lengths = schedule.sizes[row].tolist()
+        return self._prepared(target, target.made.body(int(self._job.number[row]), *lengths))
 
     def _prepared(self, target: ModelTarget, body: Body) -> Any:
         slo_ms = target.slo_ms if target.slo is None else target.slo.ttft_ms
-        sends_slo = self._job.send_slo and not target.is_stage
-        return self._sender.prepare(target.asked or target.name, body, slo_ms if sends_slo else None)
+        return self._sender.prepare(target.asked or target.name, body, slo_ms if self._job.send_slo else None)
 
     async def _await_stragglers(self, idle: asyncio.Event, pending: set[int]) -> float:
         """Wait for the answers to open requests: for the grace period, and as long as their SLO lets streams take,

@@ -32,7 +32,8 @@ def write_report(folder: str | Path, run: Run | None = None) -> Path:
 def render_page(run: Run) -> str:
     """Return the whole page as text."""
     document, plan = run.document, run.plan
-    styles = styles_for([*run.names, *run.applications])
+    planned = [spec.name for spec in plan.models] if plan else []  # stages of applications among them
+    styles = styles_for([*dict.fromkeys((*run.names, *planned))])
     predicted = predictions(run)
     schedulers = map(SchedulerStatus.of_data, document.get("schedulers", ()))
     return (

@@ -34,23 +34,10 @@ _OFFERED, _TEXT, _PREDICTED = Style("var(--muted)"), Style("var(--text)"), Style
 
 
 def applications(run: Run, styles: Styles) -> Iterator[Figure]:
-    """Draw how the requests of applications ended, end to end."""
-    notes = {
-        name: f"{row['goodput_rps']:.1f} of {row['offered'] / run.window_s:.1f} rps in time"
-        for name, row in run.applications.items()
-    }
-    title = "Outcome of every request by application"
-    yield Figure("What became of the applications' requests", _outcomes(run.applications, notes), title)
-    curves = []
-    for name, calls in run.calls.items():
-        mine = calls.within(run.begin_ms, run.end_ms)
-        values, shares = cdf(mine.latency_ms, len(mine))
-        curves.append((name, values / run.applications[name]["slo_ms"], shares))
-    slos = ", ".join(f"{name} {row['slo_ms']:g} ms" for name, row in run.applications.items())
-    note = f"To the last answer of the last stage, from the scheduled time. SLOs: {slos}."
-    yield _latency("Latency of the applications", curves, styles, note, "No request of an application was answered.")
-    for name, calls in list(run.calls.items())[:_MOST_CHARTS]:
-        rates = timeline(run, calls.at_ms, calls.outcome)
+    """Draw the offered and the answered rate of each application."""
+    for name in list(run.applications)[:_MOST_CHARTS]:
+        mine = run.records.where(run.records.model == run.names.index(name))
+        rates = timeline(run, mine.scheduled_ms, mine.outcome)
         plot = _rates(run, rates, Style(styles[name].colour), "in time, end to end", height=200)
         yield Figure(f"{name} over time", plot, f"Offered and answered rate of {name} over time")
 
@@ -77,8 +64,8 @@ def load(run: Run, styles: Styles) -> Iterator[Figure]:
 
 def tokens(run: Run, styles: Styles) -> Iterator[Figure]:
     """Draw the distributions of TTFT and TPOT as multiples of their bounds, and the tokens over time."""
-    written = {name: mine.where(mine.status == 200) for name, mine in run.by_model().items() if name in run.token_slos}
-    offered = {name: len(mine) for name, mine in run.by_model().items()}
+    written = {name: mine.where(mine.status == 200) for name, mine in run.by_name().items() if name in run.token_slos}
+    offered = {name: len(mine) for name, mine in run.by_name().items()}
     for word, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
         curves = []
         for name, mine in written.items():
@@ -101,7 +88,7 @@ def tokens(run: Run, styles: Styles) -> Iterator[Figure]:
 
 def _goodput(run: Run, styles: Styles) -> Iterator[Figure]:
     """Draw goodput stacked by model, beside the offered and the planned load; and every model's requests by outcome."""
-    models = run.document["models"]
+    models = {**run.applications, **run.document["models"]}
     window_s = run.window_s
 
     def stack(label: str, values: Mapping[str, float], word: str) -> Bar:
@@ -113,12 +100,12 @@ def _goodput(run: Run, styles: Styles) -> Iterator[Figure]:
     rows = [stack("offered (the ideal)", {n: m["offered"] / window_s for n, m in models.items()}, "offered")]
     if run.plan is not None and (expected := run.plan.expected.models):
         promised = {name: expected[name].goodput_rps for name in models if name in expected}
-        rows.append(stack("promised by the plan", promised, "promised"))
+        rows += [stack("promised by the plan", promised, "promised")] if promised else []
     rows.append(stack("goodput", {n: m["ok"] / window_s for n, m in models.items()}, "answered in time"))
     yield Figure("Goodput", Bars(rows, unit="requests per second"), "Goodput against offered and promised load")
     shares = {name: model["attainment"] for name, model in models.items()}
     notes = {n: "nothing offered" if part is None else f"{100 * part:.2f} % in time" for n, part in shares.items()}
-    yield Figure("What became of the requests", _outcomes(models, notes), "Outcome of every request by model")
+    yield Figure("What became of the requests", _outcomes(models, notes), "Outcome of every request by what it asked")
     by_size = {f"{name}, {_up_to(row)}": row for name, model in models.items() for row in model.get("by_size", ())}
     if by_size:
         notes = {label: f"{row['goodput_rps']:.1f} rps in time" for label, row in by_size.items()}
@@ -144,19 +131,17 @@ def _outcomes(rows: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) -
 
 
 def _latency_of_models(run: Run, styles: Styles) -> Figure:
-    """Draw latency distributions on one scale, as multiples of the models' SLOs. Models that generate have figures of
-    their own."""
+    """Draw latency distributions on one scale, as multiples of the SLOs. Models that generate have figures of their
+    own."""
     slos = {name: run.slos_ms[name] for name in run.names if name not in run.token_slos}
     curves = []
-    for name, mine in run.by_model().items():
+    for name, mine in run.by_name().items():
         if name not in slos:
             continue
         values, shares = cdf(mine.where(mine.status == 200).latency_ms, len(mine))
         curves.append((name, values / slos[name], shares))
     note = "Counted from the scheduled time. A curve ends below 100 % where requests were not answered."
     note += " SLOs: " + ", ".join(f"{name} {round(slo, 1):g} ms" for name, slo in slos.items()) + "."
-    if run.applications:
-        note += " Later stages of applications had what was left of the split, often more than that."
     return _latency("Latency", curves, styles, note, "No request was answered.")
 
 
@@ -224,7 +209,7 @@ def batches(run: Run, styles: Styles) -> Iterator[Figure]:
         yield Figure("Batch sizes", "The server reported no batch sizes.")
         return
     over_time = _over_time(run, largest * 1.08, "mean batch size")
-    ran = {name: mine.where(mine.batch_size > 0) for name, mine in run.by_model().items()}
+    ran = {name: mine.where(mine.batch_size > 0) for name, mine in run.by_name().items()}
     ran = {name: mine for name, mine in ran.items() if len(mine)}
     for name, mine in ran.items():
         at_s, mean = binned(run, mine.scheduled_ms, mine.batch_size.astype(float), 1.0 / mine.batch_size)

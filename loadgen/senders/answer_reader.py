@@ -54,6 +54,8 @@ class AnswerReader:
         self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         if (gpulet := headers.get(b"x-tenuto-gpulet")) is not None:
             reply.gpulet = sys.intern(gpulet.decode("latin-1"))
+        if (stages := headers.get(b"x-tenuto-stages")) is not None:
+            reply.stage_ms = _stage_ms(stages.decode("latin-1"))
         if (batching := headers.get(b"x-tenuto-batching-ms")) is not None:
             reply.batching_ms = float(batching)
             reply.gpulet_queue_ms = float(headers.get(b"x-tenuto-queue-ms", 0.0)) - reply.batching_ms
@@ -91,6 +93,16 @@ class AnswerReader:
             reply.error = f"HTTP {reply.status}: {_reason(self._body) or 'no reason given'}"
         elif self._is_stream and not reply.error and self._first_at is None:
             reply.status, reply.error = 0, "the stream ended without a token"
+
+
+def _stage_ms(stages: str) -> dict[str, float]:
+    """Return how long each stage took, of a header like `detect;begin=0.2;end=14.8;requests=1, …`."""
+    times = {}
+    for stage in stages.split(", ") if stages else ():
+        label, *values = stage.split(";")
+        known = dict(value.split("=", 1) for value in values)
+        times[sys.intern(label)] = float(known["end"]) - float(known["begin"])
+    return times
 
 
 def _reason(body: bytes) -> str:

@@ -59,18 +59,17 @@ class HandleSender:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
         return model, ([part.data for part in parts], sizes), slo_ms
 
-    def send(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
+    def send(self, prepared: Prepared, request_id: str, token: int) -> None:
         """Send with the next bundle."""
         assert self._handle is not None
-        model, parts, prepared_slo_ms = prepared
+        model, parts, slo_ms = prepared
         name, _, version = model.partition(":")
-        allowed_ms = prepared_slo_ms if slo_ms is None else slo_ms
         if isinstance(parts, Body):
-            task = asyncio.ensure_future(self._write(self._handle, name, parts, request_id, token, allowed_ms))
+            task = asyncio.ensure_future(self._write(self._handle, name, parts, request_id, token, slo_ms))
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             return
-        future = self._handle.submit(name, parts[0], allowed_ms, request_id, version or None, parts[1])
+        future = self._handle.submit(name, parts[0], slo_ms, request_id, version or None, parts[1])
         future.add_done_callback(functools.partial(self._answered, token))
 
     async def _write(

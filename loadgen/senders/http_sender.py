@@ -148,11 +148,9 @@ class HttpSender:
         line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest
 
-    def send(self, prepared: tuple[bytes, bytes], request_id: str, token: int, slo_ms: float | None = None) -> None:
-        """Send with the id, and the time allowed if one is given, as headers."""
+    def send(self, prepared: tuple[bytes, bytes], request_id: str, token: int) -> None:
+        """Send with the id as a header."""
         line, rest = prepared
-        if slo_ms is not None:
-            line = b"%b\r\nX-SLO-Ms: %.3f" % (line, slo_ms)
         self.send_bytes(b"%b\r\nX-Request-Id: %b\r\n%b" % (line, request_id.encode("latin-1"), rest), token)
 
     def send_bytes(self, request: bytes, token: int) -> None:

@@ -106,7 +106,7 @@ def command(
         line.clear()
         best = virtual.best
         answer, summary = virtual, _summary(virtual, goal)
-        summary["simulation"] = simulation.finished(best.result, virtual.rate_scale).summary() if best else None
+        summary["simulation"] = simulation.run(virtual.rate_scale).summary() if best else None
     base = answer.rate_scale or rate_scale
     drawn = {} if answer.is_interrupted else _draw(attempt, axes, base)
     summary |= {

@@ -65,7 +65,7 @@ def print_run(summary: Mapping[str, Any]) -> None:
         ("model", "offered", *OUTCOMES, "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch"),
         (
             (
-                name + (" (stage)" if "stage_of" in row else ""),
+                name,
                 *(str(row[key]) for key in ("offered", *OUTCOMES)),
                 percent(row["attainment"]),
                 *(number(row[key]) for key in (*latencies, "mean_batch")),
@@ -92,6 +92,14 @@ def print_run(summary: Mapping[str, Any]) -> None:
                     *(number(row[key]) for key in latencies),
                 )
                 for name, row in summary["applications"].items()
+            ),
+        )
+        print_table(
+            ("application", "stage", "model", "p50 ms", "p90 ms", "p99 ms"),
+            (
+                (name, label, stage["model"], *(number(stage[key]) for key in latencies))
+                for name, row in summary["applications"].items()
+                for label, stage in row["stages"].items()
             ),
         )
     print_table(

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tenuto.documents import parse_document
-from tenuto.loadgen.application_load import ApplicationLoad, make_application_load
+from tenuto.loadgen.application_load import ApplicationLoad, client_targets, make_application_load, make_client_schedule
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
-from tenuto.loadgen.sender import Body, OnReply, Reply
+from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.placement import Workload
 from tests.instruments.virtual_loop import LoopTimer, VirtualLoop
 
@@ -56,18 +56,16 @@ class FakeSender:
     tell: Callable[[str, int], Told] = lambda _model, _count: Told()
     sent: list[tuple[str, int, float | None]] = field(default_factory=list)
     log: list[tuple[str, str, int]] = field(default_factory=list)  # sent or answered, model, token
-    prepared: dict[str, float | None] = field(default_factory=dict)  # time allowed, by model
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
         self._on_reply = on_reply
 
-    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> str:
-        self.prepared[model] = slo_ms
-        return model
+    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> tuple[str, float | None]:
+        return model, slo_ms
 
-    def send(self, prepared: str, request_id: str, token: int, slo_ms: float | None = None) -> None:
+    def send(self, prepared: tuple[str, float | None], request_id: str, token: int) -> None:
         del request_id
-        model = prepared
+        model, slo_ms = prepared
         told = self.tell(model, sum(1 for sent, _, _ in self.sent if sent == model))
         self.sent.append((model, token, slo_ms))
         self.log.append(("sent", model, token))
@@ -86,32 +84,25 @@ def load_of(work: Workload, duration_s: float = 0.1, seed: int = 0) -> Applicati
     return make_application_load(work.models, work.applications, duration_s, seed)
 
 
-def job_of(work: Workload, load: ApplicationLoad, **settings: Any) -> ClientJob:
-    staged = {app.model_name(stage) for app in work.applications for stage in app.stages}
-    targets = tuple(ModelTarget(m.name, m.slo_ms, (Body(b""),), m.name in staged) for m in work.models)
+def job_of(work: Workload, duration_s: float = 0.1, **settings: Any) -> ClientJob:
+    asked = client_targets(work.models, work.applications)
+    schedule = make_client_schedule(asked, work.applications, duration_s, 0)
+    stages = {app.name: tuple(stage.label for stage in app.stages) for app in work.applications}
+    targets = tuple(ModelTarget(m.name, m.slo_ms, (Body(b""),), stages=stages.get(m.name, ())) for m in asked)
     given = {"grace_s": 0.5, "connections": 1, **settings}
-    return ClientJob("", targets, load, **given)
+    return ClientJob("", targets, schedule, np.arange(len(schedule)), **given)
 
 
-def send(work: Workload, sender: FakeSender, duration_s: float = 0.1, **settings: Any) -> ClientReport:
-    """Run one client over the applications of a workload, in virtual time."""
+def send(work: Workload, sender: Sender, duration_s: float = 0.1, **settings: Any) -> ClientReport:
+    """Run one client over what a workload's clients ask, in virtual time."""
 
     async def run() -> ClientReport:
-        client = Client(job_of(work, load_of(work, duration_s), **settings), sender, make_timer=LoopTimer)
+        client = Client(job_of(work, duration_s, **settings), sender, make_timer=LoopTimer)
         await client.prepare()
         return await client.run(0.01)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(run())
-
-
-def names_of(work: Workload) -> list[str]:
-    return [spec.name for spec in work.models]
-
-
-def rows_of(report: ClientReport, work: Workload, model: str) -> Any:
-    records = report.records
-    return records.where(np.asarray(records.model == names_of(work).index(model)))
 
 
 def published(stretch: float) -> Workload:

@@ -55,4 +55,6 @@ def test_every_stage_is_sent_and_answered(plan: Plan, url: str, via: Literal["ht
         assert row["ok"] + row["late"] == row["offered"]
     conditions = result.verdict.conditions
     assert conditions["sent"] == conditions["scheduled"]
-    assert conditions["followed"] == 2 * result.summary["applications"]["traffic"]["offered"]
+    assert all(
+        stage["p50_ms"] > 0.0 for row in result.summary["applications"].values() for stage in row["stages"].values()
+    )

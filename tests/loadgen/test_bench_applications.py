@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from click.testing import CliRunner
+from pyarrow import parquet
 
 from tenuto.cli.bench import command as bench_verb
 from tenuto.cli.goodput import command as goodput_verb
@@ -19,6 +20,7 @@ from tenuto.loadgen.clients.client import ClientJob, ClientReport
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.report.run_page import render_page
 from tenuto.loadgen.run import load_run
+from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profiles
 from tests.instruments.fake_server import Answer, FakeServer, fake_server, signature
@@ -50,11 +52,10 @@ def test_a_run_is_judged_by_its_application_and_its_own_models() -> None:
     row = result.summary["applications"]["traffic"]
     assert (row["offered"], row["ok"], row["attainment"]) == (15, 15, 1.0)
     models = result.summary["models"]
-    assert [models[name]["offered"] for name in STAGES] == [15, 45, 15, 15]
-    assert [models[name].get("stage_of") for name in (*STAGES, "alone")] == ["traffic"] * 4 + [None]
+    assert [*models] == ["alone"]
+    assert [stage["model"] for stage in row["stages"].values()] == [*STAGES]
     conditions = result.verdict.conditions
-    assert conditions["scheduled"] == conditions["sent"] == 15 + models["alone"]["offered"]
-    assert conditions["followed"] == 75
+    assert conditions["scheduled"] == conditions["sent"] == 15 + models["alone"]["offered"] == len(result.records)
     assert {float(headers["x-slo-ms"]) <= 4000.0 for path, headers, _ in server.requests if "traffic" in path} == {True}
     assert all("x-slo-ms" not in headers for path, headers, _ in server.requests if "alone" in path)
 
@@ -70,15 +71,13 @@ def test_stages_that_miss_their_part_do_not_fail_a_run_in_time_as_a_whole() -> N
     )
     with endpoint(answer=lambda _n, model, _h: Answer(delay_s=0.02 if model == "traffic.ssd" else 0.0)) as server:
         result = run(server, work, duration_s=0.2)
-    assert result.summary["models"]["traffic.ssd"]["late"] > 0
+    assert result.summary["applications"]["traffic"]["stages"]["ssd"]["p50_ms"] > 10.0
     assert not any("traffic" in reason and "in time" in reason for reason in result.verdict.reasons)
 
 
 def test_the_verdict_names_the_application_and_not_its_stage() -> None:
     with endpoint(answer=lambda _n, model, _h: Answer(503 if model == "traffic.b" else 200)) as server:
         result = run(server, served())
-    assert result.summary["models"]["traffic.b"]["failed"] == 15
-    assert result.summary["models"]["traffic.end"]["offered"] == 0
     assert result.summary["applications"]["traffic"]["failed"] == 15
     judged = [reason for reason in result.verdict.reasons if "in time" in reason]
     if result.verdict.result != "INVALID":  # the machine was too busy to send in time
@@ -113,8 +112,9 @@ def test_a_lost_client_makes_the_run_invalid_and_its_requests_of_applications_fa
     assert result.verdict.result == "INVALID"
     assert result.verdict.reasons[0].startswith("client 1 was lost")
     row = result.summary["applications"]["traffic"]
-    assert (row["offered"], row["ok"], row["failed"]) == (15, 8, 7)
-    assert result.summary["models"]["traffic.end"]["offered"] == 8
+    offered = result.summary["requests"]
+    assert row["offered"] == row["ok"] + row["failed"] == 15
+    assert result.summary["models"]["alone"]["failed"] + row["failed"] == offered // 2
     assert len(result.records.request) == len(set(result.records.request.tolist()))
 
 
@@ -138,8 +138,6 @@ def planned(work: Workload, gpus: int = 2) -> Plan:
 
 
 def test_the_verb_writes_applications_into_every_file(tmp_path: Path) -> None:
-    from pyarrow import parquet
-
     work = served()
     path, out = tmp_path / "plan.yaml", tmp_path / "out"
     path.write_text(json.dumps(planned(work).to_data()), encoding="utf-8")
@@ -147,33 +145,30 @@ def test_the_verb_writes_applications_into_every_file(tmp_path: Path) -> None:
         arguments = [str(path), "--url", server.url, "--duration-s", "1", "--clients", "0", "-o", str(out)]
         ran = CliRunner().invoke(bench_verb, arguments, standalone_mode=False)
     assert ran.exception is None, ran.output
-    assert "(stage)" in ran.output
-    assert "of later stages" in ran.output
+    assert "traffic.ssd" in ran.output
 
     document = json.loads((out / "result.json").read_text(encoding="utf-8"))
     assert document["applications"]["traffic"]["offered"] == 47  # of 50, those of the first 50 ms are warm-up
     table = parquet.read_table(out / "requests.parquet")
-    of_call = [row for row in table.to_pylist() if row["application_request"] == 3]
-    assert sorted(row["model"] for row in of_call) == sorted([*STAGES, "traffic.a", "traffic.a"])
-    assert {row["application"] for row in of_call} == {"traffic"}
-    assert len({row["id"] for row in of_call}) == 6
-    assert {row["application_request"] for row in table.to_pylist() if row["model"] == "alone"} == {None}
+    mine = [row for row in table.to_pylist() if row["model"] == "traffic"]
+    assert len({row["id"] for row in mine}) == 50
+    assert all(row["stage_end_ms"] > 0.0 for row in mine)
+    assert all(math.isnan(row["stage_end_ms"]) for row in table.to_pylist() if row["model"] == "alone")
     with (out / "timeline.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    assert sum(int(row["traffic offered"]) for row in rows) == 50
+    assert sum(int(row["offered"]) for row in rows) == len(table)
 
     again = load_run(out)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert render_page(again) == page
     for words in (
         "<h2>Applications</h2>",
-        "stage of traffic",
-        "Latency of the applications",
+        "<td>traffic.ssd</td>",
         "traffic over time",
-        "PASS needs 99 % of every application's requests in time, end to end",
+        "PASS needs 99 % of every application's and every model's requests in time.",
     ):
         assert words in page
-    assert again.calls["traffic"].latency_ms.size == 50
+    assert len(again.records.where(again.records.model == again.names.index("traffic"))) == 50
 
 
 def test_an_application_with_an_unserved_stage_is_left_out_with_a_line() -> None:
@@ -210,11 +205,9 @@ def test_simulate_writes_the_same_report(tmp_path: Path) -> None:
     assert loaded.document["applications"] == summary["applications"]
     for name, row in loaded.document["models"].items():
         assert (row["offered"], row["ok"]) == tuple(summary["models"][name][key] for key in ("offered", "ok"))
-        assert row.get("stage_of") == summary["models"][name].get("stage_of")
-    for name, calls in loaded.calls.items():
-        measured = calls.within(loaded.begin_ms, loaded.end_ms)
-        assert int((measured.outcome == 0).sum()) == summary["applications"][name]["ok"]
-    assert "Latency of the applications" in (out / "report.html").read_text(encoding="utf-8")
+    for name in ("traffic", "game"):
+        assert int((loaded.by_name()[name].outcome == Outcome.OK).sum()) == summary["applications"][name]["ok"]
+    assert "traffic over time" in (out / "report.html").read_text(encoding="utf-8")
 
 
 def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Path) -> None:
@@ -222,14 +215,12 @@ def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Pa
     invoke(
         simulate_verb, saved(tmp_path, work, 8), "--duration-s", "4", "-o", str(tmp_path / "out"), "--rate-scale", "3"
     )
-    loaded = load_run(tmp_path / "out")
-    records, calls = loaded.records, loaded.calls["traffic"]
-    names = list(loaded.names)
-    lost = calls.number[calls.outcome == 2]
-    assert lost.size
-    end = records.call[records.model == names.index("traffic.end")]
-    given_up = records.call[(records.outcome == 2) & (records.model != names.index("traffic.end"))]
-    assert not np.isin(end, given_up).any()
+    rows = parquet.read_table(tmp_path / "out" / "requests.parquet").to_pylist()
+    lost = [row for row in rows if row["outcome"] == "expired"]
+    assert lost
+    assert all(math.isnan(row["stage_end_ms"]) and math.isnan(row["answered_ms"]) for row in lost)
+    # Some were given up behind their first stage.
+    assert any(row["stage_ssd_ms"] > 0.0 for row in lost)
 
 
 def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.loadgen.application_load import make_application_load
+from tenuto.loadgen.application_load import make_client_schedule
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
 from tenuto.loadgen.senders.answer_reader import AnswerReader
@@ -138,9 +138,9 @@ async def run_part(url: str, tpot_ms: float, grace_s: float, *, stops: bool = Fa
     target = ModelTarget(
         "w", LONG_MS, (), made=Prompts("w", 5, 9, np.random.default_rng(0)), slo=writes(10, tpot_ms).slo
     )
-    one = make_application_load([writes(10, tpot_ms)], (), 0.01, 0)
-    load = replace(one, number=np.array([7]), tokens=RequestTokens(np.array([3]), np.array([4])))
-    client = Client(ClientJob(url, (target,), load, grace_s, 1), HttpSender(url))
+    tokens = RequestTokens(np.array([3]), np.array([4]))
+    schedule = replace(make_client_schedule([writes(10, tpot_ms)], (), 0.01, 0), tokens=tokens)
+    client = Client(ClientJob(url, (target,), schedule, np.array([7]), grace_s, 1), HttpSender(url))
     await client.prepare()
     run = asyncio.create_task(client.run(time.time()))
     if stops:

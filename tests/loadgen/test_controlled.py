@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.control.virtual import ControlledRun
 from tenuto.documents import parse_document
 from tenuto.loadgen.controlled import ControlledSimulation, controlled_summary
 from tenuto.loadgen.simulated import Simulation
+from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
@@ -27,12 +29,14 @@ def pictures(rate_rps: float) -> Workload:
     return parse_document(Workload, {"applications": [application], "models": [alone]}, origin="w.yaml")
 
 
-def summary(plan: Plan, mode: str) -> dict[str, Any]:
-    work = pictures(15.0)
+def controlled(plan: Plan, mode: str) -> ControlledRun:
     settings = ControlSettings.model_validate({"mode": mode, "policy": {"name": "ffd"}, "change": {"start_s": 3.0}})
     how: dict[str, Any] = {"scheduler_name": "eager", "duration_s": 80.0, "seed": 3}
-    simulation = ControlledSimulation(work, plan, CLUSTER.gpus, Profiles(()), settings, **how)
-    return controlled_summary(simulation.run(), 80.0, 0.0, work.applications)
+    return ControlledSimulation(pictures(15.0), plan, CLUSTER.gpus, Profiles(()), settings, **how).run()
+
+
+def summary(run: ControlledRun) -> dict[str, Any]:
+    return controlled_summary(run, 80.0, 0.0, pictures(15.0).applications)
 
 
 def first_plan() -> Plan:
@@ -41,7 +45,7 @@ def first_plan() -> Plan:
 
 def test_with_one_plan_they_end_as_without_a_controller() -> None:
     plan = first_plan()
-    found = summary(plan, "off")
+    found = summary(controlled(plan, "off"))
     alone = Simulation.of_plan(plan, scheduler_name="eager", duration_s=80.0, warmup_s=0.0, seed=3).run().summary()
     for kind in ("applications", "models"):
         for name, row in found[kind].items():
@@ -50,16 +54,17 @@ def test_with_one_plan_they_end_as_without_a_controller() -> None:
             }
     row = found["applications"]["pictures"]
     assert row["offered"] == sum(row[key] for key in ("ok", "late", "expired", "rejected", "failed"))
-    assert found["models"]["pictures.name"]["stage_of"] == "pictures"
+    assert [*found["models"]] == ["alone"]
 
 
 def test_a_change_of_plan_loses_none_of_their_stages() -> None:
     plan = first_plan()
-    kept, changed = summary(plan, "off"), summary(plan, "act")
+    run = controlled(plan, "act")
+    kept, changed = summary(controlled(plan, "off")), summary(run)
     assert changed["control"]["changes"] >= 1
     row = changed["applications"]["pictures"]
     assert row["offered"] == kept["applications"]["pictures"]["offered"]
     assert row["attainment"] > kept["applications"]["pictures"]["attainment"]
     assert row["failed"] == 0
-    stages = [changed["models"][f"pictures.{stage}"] for stage in ("find", "name")]
-    assert stages[1]["offered"] == 3 * (stages[0]["ok"] + stages[0]["late"])
+    stages = dict(zip(run.names, run.ended().tolist(), strict=True))
+    assert sum(stages["pictures.name"]) == 3 * sum(stages["pictures.find"][: Outcome.LATE + 1])
