@@ -18,7 +18,7 @@ from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
-from tenuto.placement.workload import draw_sizes
+from tenuto.placement.workload import draw_sizes, own_demands
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Joins:
         self._counted_from_ms, self._response_ms = counted_from_ms, response_ms
         self._owner = load.owner.tolist()
         self._stage = load.stage.tolist()
-        self._left = {call: [s.count for s in load.applications[app].stages] for call, (app, _) in load.calls.items()}
+        self._left = {
+            call: [s.usual_requests for s in load.applications[app].stages] for call, (app, _) in load.calls.items()
+        }
         self._waits = {
             call: [len(s.after) for s in load.applications[app].stages] for call, (app, _) in load.calls.items()
         }
@@ -149,8 +151,8 @@ def make_application_load(
     seed: int,
     rate_scale: float = 1.0,
 ) -> ApplicationLoad:
-    """Return the load of a plan or workload. Applications arrive by their own process; requests of their stages come
-    only from them.
+    """Return the load of a plan or workload. Applications arrive by their own process, and so do the requests that
+    clients make of models by themselves. A stage with `map` makes as many requests as it does in the mean, at least 1.
 
     Args:
         models: the models of the plan, with those that are stages; positions are the models' indices.
@@ -172,7 +174,7 @@ def make_application_load(
         [
             (index[app.model_name(stage)], app.complete_by_ms(stage), position, bool(stage.after))
             for position, stage in enumerate(app.stages)
-            for _ in range(stage.count)
+            for _ in range(stage.usual_requests)
         ]
         for app in applications
     ]
@@ -214,10 +216,10 @@ def make_application_load(
 
 
 def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> tuple[ModelSpec, ...]:
-    """Return the models that are no stage, and behind them the applications, which clients ask as they ask models."""
+    """Return the models that clients ask by themselves, and behind them the applications, which clients ask as they ask
+    models."""
     by_name = {spec.name: spec for spec in models}
-    staged = {app.model_name(stage) for app in applications for stage in app.stages}
-    targets = [spec for spec in models if spec.name not in staged]
+    targets = own_demands(models, applications)
     for app in applications:
         first = [by_name[app.model_name(stage)] for stage in app.stages if not stage.after]
         sizes = {name: lengths for spec in first for name, lengths in spec.sizes.items()}

@@ -52,7 +52,10 @@ class Schedule:
         digest.update(np.ascontiguousarray(self.times_ms).tobytes())
         digest.update(np.ascontiguousarray(self.model_index).tobytes())
         if self.applications:
-            graphs = [(a.name, [(s.label, s.model, s.count, s.after) for s in a.stages]) for a in self.applications]
+            graphs = [
+                (a.name, [(s.label, s.model, s.count if s.map else int(s.count), s.after) for s in a.stages])
+                for a in self.applications
+            ]
             digest.update(json.dumps(graphs).encode())
         if self.tokens is not None:
             digest.update(self.tokens.prompt.tobytes() + self.tokens.output.tobytes())

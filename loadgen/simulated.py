@@ -149,7 +149,7 @@ class Simulation:
 
 class _WithApplications:
     """The requests by which a load with applications is judged: those of applications, end to end, and those of models
-    that are no stage. Models and applications that the plan does not host are left out.
+    that clients ask by themselves. Models and applications that the plan does not host are left out.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class _WithApplications:
         stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
         hosted = system.reported_served
         self._complete = [name for name, parts in stages.items() if parts <= hosted]
-        self._alone = {system.reported[m].name for m in hosted.difference(*stages.values())}
+        self._alone = {system.reported[m].name for m in hosted} & {*load.schedule.names}
 
     def _of_models(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         return {name: count for name, count in counts.items() if name in self._alone}

@@ -1,51 +1,138 @@
-"""Applications: one request that fans out over several models and joins again, with one deadline for the whole.
+"""Applications: one request that is answered by a graph of models, under one deadline for the whole.
 
-Each stage becomes a model of the workload, named `application.stage`. The model has the rate of the stage's requests
-and the stage's own part of the deadline. Policies therefore plan applications without knowing of them.
+A stage asks a model of the workload, which it shares with all that ask it, or a network of its own. A network of its
+own becomes a model of the workload, named `application.stage`, with the rate of the stage's requests and the stage's
+budget as its SLO. Policies therefore plan applications without knowing of them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from tenuto.documents import Fault, StrictModel, repeated
-from tenuto.errors import one_of
+from tenuto.documents import Fault, ProblemsBelow, StrictModel, repeated
+from tenuto.errors import Problem, one_of
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.generates import Lengths
 from tenuto.profiles.latency import LatencyField
+from tenuto.profiles.networks.catalogue import is_factory
 
 _NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+MOST_STAGES = 100  # limit: of an application; the largest graph of the papers has nine
+MOST_REQUESTS = 1000  # limit: requests that one stage makes for one request of the application
+_MOST_TIMES = 16  # derived: of the mean; more than 16 times it come in less than 1e-16 of Poisson counts of mean 5
 
 
 class Stage(StrictModel):
     """A step of an application: `count` requests to one model, sent when every stage in `after` is complete.
 
-    `model` names the network and its row of the profile files. `part` weighs this stage when the deadline is split.
+    `model` names a model of the workload, or else a network and its row of the profile files. The stage then has a
+    model of its own, with `source`, `options`, `weights_path`, `profile`, `latency` and `sizes` as any model has them.
+
+    `inputs` says which input of the application (`image`) or which output of an earlier stage (`detect.boxes`) each
+    input of the model is. Instead, the function `map` makes the stage's requests, `count` in the mean. A stage with
+    neither takes the application's inputs that have the names of its model's inputs. With `allow_missing`, the
+    application goes on when requests of this stage are lost.
+
+    When a stage has a `part`, the deadline is split in proportion to the parts; else the planner splits it.
     """
 
     model: str
     name: _NAME | None = None  # default: the name of the model
-    count: Annotated[int, Field(ge=1, le=1000)] = 1
-    after: tuple[str, ...] = ()
-    part: Annotated[float, Field(gt=0)] = 1.0
+    after: tuple[str, ...] = ()  # with the stages whose outputs it takes
+    count: Annotated[float, Field(gt=0, le=MOST_REQUESTS)] = 1  # requests, with `map` in the mean
+    most: Annotated[int, Field(ge=1, le=MOST_REQUESTS)] | None = None  # requests that `map` may make
+    inputs: dict[str, str] = Field(default_factory=dict)
+    map: str | None = None  # package.module:function
+    allow_missing: bool = False
+    part: Annotated[float, Field(gt=0)] | None = None
     source: str | None = None  # default: the built-in network of the model's name
+    profile: str | None = None  # default: the row of the model's name
     latency: LatencyField | None = None  # inline profile
+    sizes: dict[str, Lengths] = Field(default_factory=dict)
+    weights_path: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    shared: bool = False  # derived: `model` is a model of the workload
+    budget_ms: Annotated[float, Field(gt=0)] | None = None  # derived: of the application's SLO, as the planner split it
 
     @property
     def label(self) -> str:
         """The stage's name."""
         return self.name if self.name is not None else self.model
 
+    @property
+    def most_requests(self) -> int:
+        """The most requests that the stage makes for one request of the application; without `map` exactly so many."""
+        if self.map is None:
+            return int(self.count)
+        return self.most or min(MOST_REQUESTS, math.ceil(_MOST_TIMES * self.count))
+
+    @property
+    def usual_requests(self) -> int:
+        """The mean number of requests as a whole number, at least 1."""
+        return max(1, round(self.count))
+
+    @property
+    def own_keys(self) -> list[str]:
+        """The keys given that say what a model is, which a shared model says itself."""
+        keys = ("source", "profile", "latency", "sizes", "weights_path", "options")
+        return [key for key in keys if getattr(self, key)]
+
+    @field_validator("map")
+    @classmethod
+    def _is_function(cls, value: str | None) -> str | None:
+        return value if value is None else _named_function(value)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Stage:
+        if not _LABEL.fullmatch(self.label):
+            raise Fault(f"'{self.label}' is no name of a stage", "Give it a `name` of letters, digits, '_' and '-'.")
+        if self.latency is not None and (self.profile is not None or self.sizes):
+            other = "profile" if self.profile is not None else "sizes"
+            raise Fault(f"gives both 'latency' and '{other}'", "Keep one of them.")
+        if self.map is None:
+            if self.count != int(self.count):
+                raise Fault(f"{self.count:g} requests without `map`", "Give a whole number, or a function as `map`.")
+            if self.most is not None:
+                raise Fault("gives `most` without `map`", "Remove it: `count` says how many requests there are.")
+            return self
+        if self.inputs:
+            raise Fault("gives both `inputs` and `map`", "Keep one: `map` makes all inputs.")
+        if self.count > self.most_requests:
+            raise Fault(f"`count` {self.count:g} exceeds `most` {self.most}", "Raise `most`, or lower `count`.")
+        return self
+
 
 class Application(StrictModel):
-    """Requests that are answered when all stages are complete. The stages form a graph without cycles."""
+    """Requests that are answered when all stages are complete. The stages form a graph without cycles.
+
+    The answer has the `outputs` by name, each an output of a stage (`detect.boxes`), or what a function makes. By
+    default it has all outputs of the only last stage; with several last stages they are named `stage.output`.
+    """
 
     name: _NAME
     rate_rps: Annotated[float, Field(gt=0)]
     slo_ms: Annotated[float, Field(gt=0)]
     arrival: Arrival = Arrival()
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=MOST_STAGES)]
+    outputs: str | dict[str, str] | None = None  # package.module:function, or by name
+
+    @field_validator("outputs", mode="before")
+    @classmethod
+    def _are_outputs(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return _named_function(value)
+        is_named = isinstance(value, dict) and value and all(isinstance(x, str) for pair in value.items() for x in pair)
+        if value is not None and not is_named:
+            cure = "Write for example {boxes: detect.boxes}, or package.module:function."
+            raise Fault("is neither a mapping of names to outputs of stages nor a function", cure)
+        return value
 
     @model_validator(mode="after")
     def _is_graph(self) -> Application:
@@ -59,38 +146,123 @@ class Application(StrictModel):
                 raise Fault(
                     f"stage '{stage.label}' comes after '{unknown[0]}', which is no stage", one_of(unknown[0], labels)
                 )
-        done: set[str] = set()
-        while len(done) < len(labels):
-            ready = {s.label for s in self.stages if s.label not in done and done.issuperset(s.after)}
-            if not ready:
-                rest = ", ".join(label for label in labels if label not in done)
-                raise Fault(f"stages wait for each other in a circle: {rest}", "Remove one `after`.")
-            done |= ready
+        problems = [*self._reference_problems()]
+        if problems:
+            raise ProblemsBelow(problems)
+        # A stage whose output is taken is complete before.
+        stages = tuple(
+            stage.model_copy(update={"after": tuple(dict.fromkeys([*stage.after, *self._taken_from(stage)]))})
+            for stage in self.stages
+        )
+        object.__setattr__(self, "stages", stages)
+        done = {stage.label for stage in in_order(self.stages)}
+        circle = ", ".join(label for label in labels if label not in done)
+        if circle:
+            raise Fault(f"stages wait for each other in a circle: {circle}", "Remove one `after`, or an input.")
+        if isinstance(self.outputs, dict):
+            waited_for = {label for stage in self.stages for label in stage.after}
+            answering = {self.source_of(reference)[0] for reference in self.outputs.values()}
+            unused = [label for label in labels if label not in waited_for | answering]
+            if unused:
+                cure = "Name one of its outputs in `outputs`, let a stage come after it, or remove it."
+                raise Fault(f"nothing uses stage '{unused[0]}'", cure)
         return self
 
+    def _reference_problems(self) -> Iterator[Problem]:
+        for index, stage in enumerate(self.stages):
+            for name, reference in stage.inputs.items():
+                yield from self._problems_of(f"stages.{index}.inputs.{name}", reference, is_output=False)
+        for name, reference in self.outputs.items() if isinstance(self.outputs, dict) else ():
+            yield from self._problems_of(f"outputs.{name}", reference, is_output=True)
+
+    def _problems_of(self, path: str, reference: str, *, is_output: bool) -> Iterator[Problem]:
+        label, tensor = self.source_of(reference)
+        if label is None and (is_output or "." in reference or not reference):
+            stages = ", ".join(f"{stage.label}.…" for stage in self.stages)
+            cure = f"Write one of {stages}{'' if is_output else ', or an input of the application without a dot'}."
+            yield Problem(path, reference, "names no output of a stage", cure)
+        elif label is not None and not tensor:
+            yield Problem(path, reference, "names no output", f"Write {label}.OUTPUT.")
+        elif label is not None and not is_output and self.stage(label).most_requests > 1:
+            cure = "Make its requests one (`map` with `most: 1`), or take them together with a function as `map`."
+            yield Problem(path, reference, f"'{label}' makes up to {self.stage(label).most_requests} requests", cure)
+
+    def _taken_from(self, stage: Stage) -> list[str]:
+        return [label for label, _ in map(self.source_of, stage.inputs.values()) if label is not None]
+
+    def source_of(self, reference: str) -> tuple[str | None, str]:
+        """Return the stage and the output that `stage.output` names; None and the name for an input of the
+        application."""
+        labels = (stage.label for stage in self.stages if reference.startswith(f"{stage.label}."))
+        label = max(labels, key=len, default=None)
+        return label, reference if label is None else reference[len(label) + 1 :]
+
+    def stage(self, label: str) -> Stage:
+        """Return the stage of that name; KeyError if there is none."""
+        for stage in self.stages:
+            if stage.label == label:
+                return stage
+        raise KeyError(label)
+
     def model_name(self, stage: Stage) -> str:
-        """Return the name of the model that a stage becomes in the workload."""
-        return f"{self.name}.{stage.label}"
+        """Return the name of the workload's model that a stage asks: a shared one, or the stage's own."""
+        return stage.model if stage.shared else f"{self.name}.{stage.label}"
 
-    def _before(self, stage: Stage) -> float:
-        """Return the largest sum of parts on a path to this stage, without the part of the stage."""
-        earlier = [other for other in self.stages if other.label in stage.after]
-        return max((self._before(other) + other.part for other in earlier), default=0.0)
+    @property
+    def last_stages(self) -> tuple[Stage, ...]:
+        """The stages that no other comes after."""
+        waited_for = {label for stage in self.stages for label in stage.after}
+        return tuple(stage for stage in self.stages if stage.label not in waited_for)
 
-    def _behind(self, stage: Stage) -> float:
-        """Return the largest sum of parts on a path from this stage to the end, without the part of the stage."""
-        later = [other for other in self.stages if stage.label in other.after]
-        return max((self._behind(other) + other.part for other in later), default=0.0)
+    # --- the split of the deadline ------------------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        return {stage.label: stage.budget_ms or stage.part or 1.0 for stage in self.stages}
 
     def budget_ms(self, stage: Stage) -> float:
-        """Return the stage's own part of the deadline, in proportion to `part` on its longest path through the
-        graph."""
-        return self.slo_ms * stage.part / (self._before(stage) + stage.part + self._behind(stage))
+        """Return the stage's own part of the deadline. Along the longest path through the stage, the deadline is split
+        in proportion to what the planner chose, or to `part`."""
+        before, behind = self._reaches(self._weights)
+        own = self._weights[stage.label]
+        return self.slo_ms * own / (before[stage.label] + behind[stage.label] - own)
 
     def complete_by_ms(self, stage: Stage) -> float:
         """Return when the stage must be complete, counted from the arrival of the application's request.
 
         When earlier stages take less than their budgets, this stage has the time that is left over as well.
         """
-        before = self._before(stage) + stage.part
-        return self.slo_ms * before / (before + self._behind(stage))
+        before, behind = self._reaches(self._weights)
+        return (
+            self.slo_ms * before[stage.label] / (before[stage.label] + behind[stage.label] - self._weights[stage.label])
+        )
+
+    def _reaches(self, weights: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the largest sum of weights on a path from the begin to each stage, and from it to the end, with its
+        own."""
+        before: dict[str, float] = {}
+        order = in_order(self.stages)
+        for stage in order:
+            before[stage.label] = weights[stage.label] + max((before[label] for label in stage.after), default=0.0)
+        behind = dict(weights)
+        for stage in reversed(order):
+            for label in stage.after:
+                behind[label] = max(behind[label], weights[label] + behind[stage.label])
+        return before, behind
+
+
+def in_order(stages: Sequence[Stage]) -> list[Stage]:
+    """Return the stages so that each comes behind those that it waits for. Stages of a circle, and those behind them,
+    are left out."""
+    ordered: list[Stage] = []
+    done = set[str]()
+    while ready := [stage for stage in stages if stage.label not in done and done.issuperset(stage.after)]:
+        ordered += ready
+        done.update(stage.label for stage in ready)
+    return ordered
+
+
+def _named_function(value: str) -> str:
+    if not is_factory(value):
+        raise Fault("names no function", "Write package.module:function.")
+    return value

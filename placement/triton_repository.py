@@ -276,20 +276,23 @@ def _add_ensemble(
         text = f"its step {missing[0]} is not served" if missing else "it has no steps"
         imported.notes.append(ImportNote(name, text, is_left_out=True))
         return
-    sources = {split_name(entry["name"])[0]: entry["source"] for entry in imported.models}  # the highest version's
+    model_names = {split_name(entry["name"])[0]: entry["name"] for entry in imported.models}  # the highest version
     labels = _stage_names(steps)
-    made_by = {tensor: label for step, label in zip(steps, labels, strict=True) for tensor in step.output_map.values()}
+    made_by = {
+        tensor: f"{label}.{output}"
+        for step, label in zip(steps, labels, strict=True)
+        for output, tensor in step.output_map.items()
+    }
     stages = []
     for step, label in zip(steps, labels, strict=True):
-        stage: dict[str, Any] = {"model": step.model_name, "source": sources[step.model_name]}
-        if label != step.model_name:
+        stage: dict[str, Any] = {"model": model_names[step.model_name]}
+        if label != stage["model"]:
             stage["name"] = label
-        after = sorted({made_by[tensor] for tensor in step.input_map.values() if tensor in made_by})
-        if after:
-            stage["after"] = after
+        stage["inputs"] = {key: made_by.get(tensor, tensor) for key, tensor in sorted(step.input_map.items())}
         stages.append(stage)
-    imported.applications.append({"name": name, "rate_rps": rate_rps, "slo_ms": slo_ms, "stages": stages})
-    imported.notes.append(ImportNote(name, "an application: its clients ask one stage after the other"))
+    outputs = {each.name: made_by[each.name] for each in config.output if each.name in made_by}
+    application = {"name": name, "rate_rps": rate_rps, "slo_ms": slo_ms, "stages": stages}
+    imported.applications.append({**application, "outputs": outputs} if outputs else application)
 
 
 def _stage_names(steps: Sequence[Any]) -> list[str]:

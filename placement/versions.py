@@ -16,7 +16,7 @@ from tenuto.profiles.networks.catalogue import ModelSignature, lookup
 FIRST = "1"  # format: the version of a model that has no other, as clients of the protocol know it
 _SHADOWS_WEIGHT = 1e-3  # derived: of its model's weight: no plan gives up a request for fewer than a thousand copies
 # What a short entry does not take from the version that takes the rest.
-_OWN = ("name", "rate_rps", "share_pct", "shadow")
+_OWN = ("name", "rate_rps", "alone", "share_pct", "shadow")
 
 
 class Versioned(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -44,6 +44,14 @@ EXCESS = 1.1  # of the planned rate, beyond which a model exceeds it
 Spread = Literal["gpu", "node", "rack"]
 
 
+class OwnDemand(StrictModel):
+    """What clients ask of a model by themselves, beside the applications that ask it. Without `slo_ms` its requests may
+    take as long as those of the applications."""
+
+    rate_rps: Annotated[float, Field(ge=0)]
+    slo_ms: Positive | None = None
+
+
 class ModelSpec(StrictModel):
     """One model of the workload, or one version of a model. `name` is unique and appears in URLs: `resnet50`, which is
     version 1, or `resnet50:2`.
@@ -61,6 +69,9 @@ class ModelSpec(StrictModel):
     costs no GPU, no rate, and nothing that another model asks for.
 
     A model that `generates` has an `slo` in place of `slo_ms`, which is then the time for an answer of mean length.
+
+    When stages of applications ask the model, `rate_rps` has their requests as well, `slo_ms` is the least of its own
+    and of their budgets, and `alone` is what clients ask of it by themselves.
     """
 
     name: ModelName
@@ -85,6 +96,12 @@ class ModelSpec(StrictModel):
     prefer: str | None = None
     weights_path: str | None = None  # local safetensors or state dict; without it, weights are random with a fixed seed
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
+    alone: OwnDemand | None = None  # derived; None: no application asks it
+
+    @property
+    def own_slo_ms(self) -> float:
+        """The time for a request that belongs to no application."""
+        return self.slo_ms if self.alone is None or self.alone.slo_ms is None else self.alone.slo_ms
 
     @property
     def model(self) -> str:
@@ -174,7 +191,17 @@ class ModelSpec(StrictModel):
     def with_slo_scaled(self, factor: float) -> ModelSpec:
         """Return the same model with its SLO multiplied by `factor`."""
         slo = None if self.slo is None else self.slo.scaled(factor)
-        return self.model_copy(update={"slo_ms": self.slo_ms * factor, "slo": slo})
+        alone = self.alone
+        if alone is not None and alone.slo_ms is not None:
+            alone = alone.model_copy(update={"slo_ms": alone.slo_ms * factor})
+        return self.model_copy(update={"slo_ms": self.slo_ms * factor, "slo": slo, "alone": alone})
+
+    def with_rate_scaled(self, factor: float) -> ModelSpec:
+        """Return the same model with its rates multiplied by `factor`."""
+        alone = self.alone
+        if alone is not None:
+            alone = alone.model_copy(update={"rate_rps": alone.rate_rps * factor})
+        return self.model_copy(update={"rate_rps": self.rate_rps * factor, "alone": alone})
 
 
 class Workload(StrictModel):
@@ -200,19 +227,15 @@ class Workload(StrictModel):
             data = {**data, "models": completed(data["models"])}
         if not isinstance(data, dict) or not isinstance(data.get("applications"), list | tuple):
             return data
-        try:
-            stages = _stage_models(Application.model_validate(raw) for raw in data["applications"])
-        except ValidationError:
-            return data  # the field's own validation reports it
         models = data.get("models") or ()
         if not isinstance(models, list | tuple):
             return data
-        names = {
-            str(spec.name if isinstance(spec, ModelSpec) else spec.get("name"))
-            for spec in models
-            if isinstance(spec, ModelSpec | dict)
-        }
-        return {**data, "models": [*models, *(spec for spec in stages if spec.name not in names)]}
+        try:
+            applications = [Application.model_validate(raw) for raw in data["applications"]]
+        except ValidationError:  # the field's own validation reports it, and a model may lack what stages ask of it
+            terms = {"rate_rps": 1.0, "slo_ms": 1.0}
+            return {**data, "models": [{**terms, **m} if isinstance(m, dict) and "slo" not in m else m for m in models]}
+        return {**data, **_with_stages(models, applications)}
 
     @model_validator(mode="after")
     def _for_all_models(self) -> Workload:
@@ -254,9 +277,35 @@ class Workload(StrictModel):
                     Problem(f"applications.{index}.name", name, "name is used twice", "Rename one of them.")
                 )
         problems += split_problems(self.models)
+        problems += self._stage_problems()
         if problems:
             raise ProblemsBelow(problems)
         return self
+
+    def _stage_problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the models that stages ask."""
+        specs = {spec.name: spec for spec in self.models}
+        models = {spec.model for spec in self.models}
+        for number, application in enumerate(self.applications):
+            for index, stage in enumerate(application.stages):
+                path, spec = f"applications.{number}.stages.{index}", specs.get(application.model_name(stage))
+                if spec is None:
+                    yield Problem(
+                        f"{path}.model",
+                        stage.model,
+                        "no such model in the workload",
+                        one_of(stage.model, sorted(specs)),
+                    )
+                elif stage.model not in specs and split_name(stage.model)[0] in models:
+                    rule, cure = "the workload has no such version", one_of(stage.model, sorted(specs))
+                    yield Problem(f"{path}.model", stage.model, rule, cure)
+                elif stage.shared and stage.own_keys:
+                    rule = f"repeats {', '.join(stage.own_keys)} of the workload's model '{stage.model}'"
+                    cure = "Remove these keys, or give the stage a model of another name."
+                    yield Problem(path, stage.model, rule, cure)
+                elif stage.shared and spec.is_tried:
+                    cure = "Ask the version that takes the rest."
+                    yield Problem(f"{path}.model", stage.model, "is a version on trial, which may be taken back", cure)
 
     @field_validator("merge", mode="before")
     @classmethod
@@ -322,26 +371,82 @@ class Workload(StrictModel):
 
     def scaled(self, factor: float) -> Workload:
         """Return the same workload with every rate multiplied by `factor`."""
-        models = tuple(m.model_copy(update={"rate_rps": m.rate_rps * factor}) for m in self.models)
+        models = tuple(model.with_rate_scaled(factor) for model in self.models)
         applications = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in self.applications)
         return self.model_copy(update={"models": models, "applications": applications})
 
 
-def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
-    """Return the models that applications add to a workload, in file order."""
-    return [
-        ModelSpec(
-            name=application.model_name(stage),
-            source=stage.source if stage.source is not None or stage.latency is not None else stage.model,
-            rate_rps=application.rate_rps * stage.count,
-            slo_ms=application.budget_ms(stage),
-            arrival=application.arrival,
-            profile=None if stage.latency is not None else stage.model,
-            latency=stage.latency,
+def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict[str, Any]:
+    """Return the entries of a workload's models with those that applications add, and what applications ask of the
+    others. The stages of the applications say which models they share."""
+    names = {_name_of(entry) for entry in models}
+    asking: dict[str, list[tuple[float, float]]] = {}  # by model: rate and budget of each stage
+    added = []
+    for place, application in enumerate(applications):
+        stages = tuple(
+            stage
+            if stage.shared or stage.model not in names or f"{application.name}.{stage.label}" in names
+            else stage.model_copy(update={"shared": True})
+            for stage in application.stages
         )
-        for application in applications
-        for stage in application.stages
-    ]
+        applications[place] = application = application.model_copy(update={"stages": stages})
+        for stage in stages:
+            name, rate_rps, budget_ms = (
+                application.model_name(stage),
+                application.rate_rps * stage.count,
+                application.budget_ms(stage),
+            )
+            if stage.shared:
+                asking.setdefault(name, []).append((rate_rps, budget_ms))
+            elif name not in names:
+                is_inline = stage.latency is not None
+                added.append(
+                    {
+                        "name": name,
+                        "source": stage.source or (None if is_inline else stage.model),
+                        "rate_rps": rate_rps,
+                        "slo_ms": budget_ms,
+                        "arrival": application.arrival,
+                        "profile": None if is_inline else stage.profile or stage.model,
+                        **{key: getattr(stage, key) for key in ("latency", "sizes", "weights_path", "options")},
+                    }
+                )
+    shared = [_with_demands(entry, asking.get(_name_of(entry) or "", ())) for entry in models]
+    return {"models": [*shared, *added], "applications": applications}
+
+
+def _name_of(entry: Any) -> str | None:
+    """Return the name of a model or of its entry in a file; None for what the schema refuses."""
+    name = entry.name if isinstance(entry, ModelSpec) else entry.get("name") if isinstance(entry, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _with_demands(entry: Any, demands: Sequence[tuple[float, float]]) -> Any:
+    """Return the entry of a model with the rates and budgets of the stages that ask it, unless it has them already, as
+    in a dumped workload."""
+    raw = entry.model_dump(exclude_defaults=True) if isinstance(entry, ModelSpec) else entry
+    if not demands or raw.get("alone") is not None:
+        return entry
+    try:
+        alone = OwnDemand.model_validate({"rate_rps": raw.get("rate_rps", 0.0), "slo_ms": raw.get("slo_ms")})
+    except ValidationError:
+        return entry  # the fields' own validation reports it
+    raw = {**raw, "rate_rps": alone.rate_rps + sum(rate_rps for rate_rps, _ in demands), "alone": alone}
+    if not isinstance(raw.get("slo"), dict):  # the SLO of tokens is the model's own
+        raw["slo_ms"] = min(alone.slo_ms or math.inf, *(budget_ms for _, budget_ms in demands))
+    return raw
+
+
+def own_demands(models: Iterable[ModelSpec], applications: Iterable[Application]) -> list[ModelSpec]:
+    """Return the models that clients ask by themselves, with the rate and the SLO of these requests."""
+    staged = {application.model_name(stage) for application in applications for stage in application.stages}
+    alone = []
+    for spec in models:
+        if spec.alone is None:
+            alone += [] if spec.name in staged else [spec]
+        elif spec.alone.rate_rps:
+            alone.append(spec.model_copy(update={"rate_rps": spec.alone.rate_rps, "slo_ms": spec.own_slo_ms}))
+    return alone
 
 
 def lacking(models: Iterable[ModelSpec], edits: Mapping[str, ModelSpec | None]) -> list[str]:
@@ -352,6 +457,8 @@ def lacking(models: Iterable[ModelSpec], edits: Mapping[str, ModelSpec | None]) 
     def is_lacking(spec: ModelSpec | None, entry: ModelSpec | None) -> bool:
         if spec is None or entry is None:
             return entry is not spec
+        if spec.alone is not None and entry.alone is not None:
+            entry = entry.model_copy(update={"alone": entry.alone.model_copy(update={"rate_rps": spec.alone.rate_rps})})
         return spec.model_copy(update={"rate_rps": entry.rate_rps}) != entry
 
     return [name for name, spec in edits.items() if is_lacking(spec, planned.get(name))]

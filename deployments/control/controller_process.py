@@ -198,7 +198,7 @@ class ControllerReplica:
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
                 raise refused("model", spec.name, rule, cure)
             _check_profiled(spec, *ground)
-            return {spec.name: checked([*others, spec])[spec.name]}
+            return {spec.name: checked([*others, spec], controller.workload.applications)[spec.name]}
 
         return await self._edit(entries)
 
@@ -211,6 +211,10 @@ class ControllerReplica:
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
                 raise refused("model", name, rule, "See `tenuto status`; `tenuto delete` ends all.")
+            for app in controller.workload.applications:
+                if any(app.model_name(stage) == name for stage in app.stages):
+                    cure = "Deploy a plan without the application first."
+                    raise refused("model", name, f"is asked by the application '{app.name}'", cure)
             versions = by_model(controller.workload.models).get(split_name(name)[0], ())
             if len(versions) > 1:
                 to_take_back(controller.workload, *split_name(name))

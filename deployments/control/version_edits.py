@@ -8,6 +8,7 @@ from typing import Any
 from tenuto.documents import parse_document
 from tenuto.errors import one_of, refused
 from tenuto.placement import Workload
+from tenuto.placement.application import Application
 from tenuto.placement.versions import by_model, inherited, shared_out, taking_the_rest, versioned
 from tenuto.placement.workload import ModelSpec
 
@@ -100,14 +101,15 @@ def to_take_back(workload: Workload, model: str, version: str) -> str:
     return spec.name
 
 
-def checked(models: Sequence[ModelSpec]) -> Workload:
-    """Return a workload of these models; raise `InvalidInputError` when it breaks a rule."""
-    return parse_document(Workload, {"models": tuple(models)}, origin="workload")
+def checked(models: Sequence[ModelSpec], applications: Sequence[Application] = ()) -> Workload:
+    """Return a workload of these models and applications; raise `InvalidInputError` when it breaks a rule."""
+    data = {"models": tuple(models), "applications": tuple(applications)}
+    return parse_document(Workload, data, origin="workload")
 
 
 def _edits(workload: Workload, models: Sequence[ModelSpec]) -> Edits:
     """Return how models differ from the declared ones, where versions share out their declared rates."""
-    before, after = {spec.name: spec for spec in workload.models}, checked(models).models
+    before, after = {spec.name: spec for spec in workload.models}, checked(models, workload.applications).models
     rates = shared_out({name: spec.rate_rps for name, spec in before.items()}, workload.models, after)
     specs = {s.name: s.model_copy(update={"rate_rps": rates.get(s.name) or s.rate_rps}) for s in after}
     return {name: specs.get(name) for name in (*before, *specs) if specs.get(name) != before.get(name)}

@@ -69,7 +69,7 @@ class OpenRequests:
             counters.follow(spec)
             size = sizes.get(spec.name, 1)
             by_index = {
-                index: AskedModel(index, system.program_of[index], spec.slo_ms, alone_ms[index], size, counters)
+                index: AskedModel(index, system.program_of[index], spec.own_slo_ms, alone_ms[index], size, counters)
                 for index in classes
             }
             self.models[spec.name] = by_index[classes[-1]]

@@ -61,7 +61,7 @@ class StageSender:
             self._send(prepared, request_id, token, None)
             return
         stages = prepared.stages
-        walk = _Walk(prepared, request_id, token, self._now_s(), [stage.count for stage in stages])
+        walk = _Walk(prepared, request_id, token, self._now_s(), [stage.usual_requests for stage in stages])
         walk.due_at = [math.nan] * len(stages)
         for index, stage in enumerate(stages):
             if not stage.after:
@@ -77,7 +77,7 @@ class StageSender:
         model = walk.application.model_name(stage)
         walk.due_at[index] = self._now_s()
         left_ms = walk.application.complete_by_ms(stage) - (self._now_s() - walk.begun_at) * 1000.0
-        for number in range(stage.count):
+        for number in range(stage.usual_requests):
             bodies = self._bodies[model]
             prepared = self._sender.prepare(model, bodies[(walk.token + number) % len(bodies)], left_ms)
             self._send(prepared, f"{walk.request_id}.{index}.{number}", index, walk)

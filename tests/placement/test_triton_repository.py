@@ -145,14 +145,18 @@ def test_an_ensemble_becomes_an_application_in_the_order_of_its_tensors(tmp_path
         + step.format("detect", "image", "boxes")
         + step.format("read", "text", "z")
     )
-    add(tmp_path, "ocr", f'platform: "ensemble"\nensemble_scheduling {{ {steps} }}')
+    output = 'output { name: "z" data_type: TYPE_FP32 dims: [ 1 ] }'
+    add(tmp_path, "ocr", f'platform: "ensemble"\n{output}\nensemble_scheduling {{ {steps} }}')
     add(tmp_path, "broken", f'platform: "ensemble"\nensemble_scheduling {{ {step.format("nobody", "a", "b")} }}')
     (application,) = read_repository(tmp_path, rate_rps=2.0, slo_ms=90.0).workload("repository").applications
-    assert [(stage.label, stage.after) for stage in application.stages] == [
-        ("read", ("detect",)),
-        ("detect", ()),
-        ("read-2", ("read",)),
+    assert [
+        (stage.label, application.model_name(stage), stage.after, stage.inputs) for stage in application.stages
+    ] == [
+        ("read", "read", ("detect",), {"x": "detect.y"}),
+        ("detect", "detect", (), {"x": "image"}),
+        ("read-2", "read", ("read",), {"x": "read.y"}),
     ]
+    assert application.outputs == {"z": "read-2.y"}
     assert "nobody" in notes(tmp_path)["broken"]
 
 

@@ -167,7 +167,7 @@ class DispatcherClient:
         old, self._groups = self._groups, {}
         new = sub_clusters.keys() - old.keys()
         self._plan, self._dispatchers = plan, dispatchers
-        self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
+        self._slo_ms = {spec.name: spec.own_slo_ms for spec in plan.models}
         for name in sub_clusters:
             group = self._groups[name] = old.pop(name) if name in old else _SubCluster(name)
             while len(group.peers) < dispatchers:

@@ -175,7 +175,7 @@ class InferenceService:
                 model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
                 signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
                 hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
-                model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
+                model.follow(spec.own_slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
                 model.follow_texts(spec)
         models = self._models
         self._splits = (

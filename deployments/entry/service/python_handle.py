@@ -203,7 +203,7 @@ class TenutoHandle:
         """
         split = None if version else self._split(model)
         name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
-        spec_slo_ms = self._plan.model(name).slo_ms if slo_ms is None else slo_ms
+        spec_slo_ms = self._plan.model(name).own_slo_ms if slo_ms is None else slo_ms
         reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
         signature = self._dispatchers.signature(name)
         placed, slot = self._placed(parts, () if signature is None else signature.inputs)
