@@ -141,7 +141,13 @@ class Room:
 
             return endpoint
 
-        self.dispatcher = Dispatcher(lambda p, n: make_scheduler("eager", from_plan(p, n)), find)
+        self.changes = 0  # of which the dispatcher has heard
+        self.dispatcher = Dispatcher(
+            lambda p, n: make_scheduler("eager", from_plan(p, n)), find, on_change=self._count_change
+        )
+
+    def _count_change(self) -> None:
+        self.changes += 1
 
     async def start(self, name: str) -> None:
         for each in Deployment(plan=plan((name,), is_real=self.is_real, step=self.step)).config().gpulets:
@@ -179,6 +185,10 @@ class Room:
         """Whether every stream has a token again since it lost a gpu-let: two losses without one end a stream."""
         return not any(generation.was_retried for stream, generation in self._asked if stream.end is None)
 
+    def losses(self, name: str) -> int:
+        """Return how often the dispatcher has lost a gpu-let."""
+        return next(each.lost for each in self.dispatcher.gpulets() if each.id == name)
+
     def at(self, name: str) -> int:
         """Return how many generations are at a gpu-let."""
         return next(each.generating for each in self.dispatcher.gpulets() if each.id == name)
@@ -210,7 +220,8 @@ def emulated() -> Generator:
 
 async def disturb(room: Room, draws: random.Random, streams: list[Stream]) -> int:
     """Close, kill, take out of the plan and load anew, always one gpu-let of three, until all streams have ended;
-    return how often."""
+    return how often. The next one has its turn once the dispatcher has heard of the last, which is ready for it until
+    then: a stream that is sent to what is gone already would lose two."""
     count = 0
     while any(stream.end is None for stream in streams):
         await asyncio.sleep(draws.uniform(0.0, 0.03))
@@ -218,12 +229,14 @@ async def disturb(room: Room, draws: random.Random, streams: list[Stream]) -> in
         await until(lambda: room.is_recovered)
         rest = tuple(each for each in IDS if each != name)
         count += 1
-        if what == 0:
-            await room.stop(name)
+        losses, changes = room.losses(name), room.changes
+        if what < 2:
+            if what == 0:
+                await room.stop(name)
+            else:
+                room.kill(name)
             await room.start(name)
-        elif what == 1:
-            room.kill(name)
-            await room.start(name)
+            await until(lambda: room.losses(name) > losses)  # noqa: B023
         elif what == 2:
             room.dispatcher.apply(plan(rest, is_real=room.is_real))
             await asyncio.sleep(draws.uniform(0.0, 0.01))
@@ -234,6 +247,7 @@ async def disturb(room: Room, draws: random.Random, streams: list[Stream]) -> in
             blocks = draws.choice((BLOCKS, BLOCKS - 4))
             changed = Deployment(plan=plan((name,), blocks, is_real=room.is_real)).config().gpulets
             await room.replicas[name].replica.reconfigure(changed[0].user_config.to_data())
+            await until(lambda: room.changes > changes)  # noqa: B023
         await until(room.dispatcher.is_ready)
     return count
 
