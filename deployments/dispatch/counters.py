@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from copy import copy
+from math import prod
 from statistics import median_high
 
 import msgspec
@@ -15,13 +17,17 @@ from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Hist
 from tenuto.deployments.dispatch.in_flight import Batch, OpenGeneration, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus
+from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus, OutcomeCounts, SizeCounts
 from tenuto.outcome import Rule
 from tenuto.placement import Plan
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.shaped_runs import common_sizes, rows_by_run
+from tenuto.profiles.size_classes import Sizes, class_of
 
 _KEPT_EVENTS = 256  # limit: events that a status contains; older ones are in the log
+_MOST_CLASSES = 32  # limit: size classes of a model that are counted apart; each is several series for Prometheus
 _HISTOGRAMS = "latency_s", "batching_s", "gpulet_queue_s", "execution_s", "batch_sizes", "ttft_s", "tpot_s"
 
 
@@ -31,7 +37,8 @@ class ModelCounters(ModelCounts, kw_only=True):
 
     The histograms are of executed requests, in seconds: `latency_s` from arrival to answer, `batching_s` the wait for a
     batch, `gpulet_queue_s` the wait at the gpu-let. Their buckets lie around the SLO. When the SLO changes, the
-    histograms start anew.
+    histograms start anew. When the size classes change, the counts of `by_size` start anew; the last of these are of
+    requests in no class. `class_rows` has these counts by the class' index in the core.
     """
 
     execution_ms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=512))
@@ -42,9 +49,19 @@ class ModelCounters(ModelCounts, kw_only=True):
     batch_sizes: Histogram = msgspec.field(default_factory=lambda: Histogram(BATCH_SIZES))
     ttft_s: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKEN_TIMES))
     tpot_s: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKEN_TIMES))
+    by_size: list[SizeCounts] = msgspec.field(default_factory=lambda: [SizeCounts()])
+    class_rows: dict[int, SizeCounts] = msgspec.field(default_factory=dict)
 
-    def follow(self, spec: ModelSpec) -> None:
-        """From now on this is the model's entry."""
+    def follow(self, spec: ModelSpec, classes: Mapping[int, Sizes]) -> None:
+        """From now on this is the model's entry. `classes`: the sizes of its size classes by their index in the core,
+        in order. Of very many, some are counted with the next larger ones."""
+        every = -(-len(classes) // _MOST_CLASSES) or 1
+        counted = [*classes.values()][::-1][::every][::-1]
+        rows = [SizeCounts(sizes=dict(zip(spec.sizes, sizes, strict=True))) for sizes in counted]
+        if [row.sizes for row in rows] != [row.sizes for row in self.by_size[:-1]]:
+            self.by_size = [*rows, SizeCounts()]
+        places = {index: class_of(counted, sizes) for index, sizes in classes.items()}
+        self.class_rows = {index: self.by_size[-1 if at is None else at] for index, at in places.items()}
         self.share_pct, self.shadow = spec.share_pct, spec.shadow
         bounds = buckets_around(spec.slo_ms)
         if bounds != self.latency_s.bounds:
@@ -58,9 +75,14 @@ class ModelCounters(ModelCounts, kw_only=True):
         self.mean_batch = self.batched / self.batches if self.batches else None
         self.execution_p50_ms = median_high(self.execution_ms) if self.execution_ms else None
         return ModelStatus(
-            **{name: getattr(self, name) for name in ModelCounts.__struct_fields__},
+            **{name: getattr(self, name) for name in ModelCounts.__struct_fields__ if name != "by_size"},
             **{name: getattr(self, name).buckets() for name in _HISTOGRAMS},
+            by_size=[copy(row) for row in self.by_size if row.sizes or row.ended or row.input_elements],
         )
+
+    def of_size(self, request: Request) -> SizeCounts:
+        """Return the counts of the size class of a request."""
+        return self.class_rows.get(request.model, self.by_size[-1])
 
 
 class Counters:
@@ -92,6 +114,13 @@ class Counters:
         counters = self.counters[requests[0].name]
         ended = [request for request in requests if request.samples is None or request.samples.end_one()]
         good, count = sum([now_ms <= request.deadline_ms for request in ended]), len(ended)
+        if requests[0].sizes:
+            for request in ended:
+                of_size = counters.of_size(request)
+                if now_ms <= request.deadline_ms:
+                    of_size.ok += 1
+                else:
+                    of_size.late += 1
         counters.inferences += len(requests)
         counters.ok += good
         counters.late += count - good
@@ -110,6 +139,10 @@ class Counters:
         """Count and remember a request that is refused now."""
         if request.samples is None or request.samples.end_all():
             self._refused(request.name, request.arrived_ms, refused, now_ms)
+            if request.sizes:
+                counters = self.counters[request.name]
+                of_size = counters.by_size[-1] if refused.rule is Rule.SIZE else counters.of_size(request)
+                _count(of_size, refused)
         self.ended.add_refused(
             request.client_id, request.name, request.arrived_ms, request.deadline_ms, refused, now_ms, request.sizes
         )
@@ -131,8 +164,7 @@ class Counters:
     def _refused(self, model: str, arrived_ms: float, refused: Refused, now_ms: float) -> None:
         counters = self.counters[model]
         counters.failed_ms += max(0.0, now_ms - arrived_ms)
-        word = refused.outcome.word
-        setattr(counters, word, getattr(counters, word) + 1)
+        _count(counters, refused)
         if not counters.shadow:
             self.advice.ended(bad=1)
 
@@ -174,10 +206,25 @@ class Counters:
             generation.client_id, generation.name, generation.arrived_ms, generation.first_by_ms, refused, now_ms
         )
 
-    def batch_sent(self, batch: Batch) -> None:
-        """Count a batch that was sent, for each model in it."""
+    def batch_sent(self, batch: Batch, signature: ModelSignature | None) -> None:
+        """Count a batch that was sent, for each model in it. `signature`: of the model, if requests have sizes."""
         for model, rows in batch.members:
             counters = self.counters[model]
             counters.batches += 1
             counters.batched += rows
             counters.batch_sizes.add(rows)
+        if signature is None or not batch.requests[0].sizes:
+            return
+        own = [request.sizes for request in batch.requests]
+        counters = self.counters[batch.name]
+        for run in rows_by_run(signature, own):
+            computed = prod(common_sizes(signature, [own[row] for row in run]))
+            for row in run:
+                of_size = counters.of_size(batch.requests[row])
+                of_size.input_elements += prod(own[row])
+                of_size.computed_elements += computed
+
+
+def _count(counts: OutcomeCounts, refused: Refused) -> None:
+    word = refused.outcome.word
+    setattr(counts, word, getattr(counts, word) + 1)

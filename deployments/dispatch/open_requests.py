@@ -66,7 +66,7 @@ class OpenRequests:
         self.models, self._by_size = {}, {}
         for place, (spec, classes) in enumerate(zip(plan.models, system.classes_of, strict=True)):
             counters = self._accounts.counters[spec.name]
-            counters.follow(spec)
+            counters.follow(spec, {index: own for index in classes if (own := system.models[index].sizes)})
             size = sizes.get(spec.name, 1)
             by_index = {
                 index: AskedModel(index, system.program_of[index], spec.own_slo_ms, alone_ms[index], size, counters)

@@ -109,7 +109,8 @@ class SentBatches:
         gpulet.running[batch.number] = batch
         batch.mark_sent()
         self._core.way.reserve([request.reserve_ms for request in batch.requests])
-        self._accounts.batch_sent(batch)
+        state = gpulet.connection.state
+        self._accounts.batch_sent(batch, None if state is None else state.signatures.get(batch.name))
         self._leadership.once_obeyed(partial(self._send, gpulet, batch))
         ends_in_s = (batch.finish_ms - self._core.time.clock_ms) / 1000.0
         hangs_at_s = asyncio.get_running_loop().time() + ends_in_s + GIVEN_UP_S

@@ -107,6 +107,18 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     yield each.histogram("batch_size", "Samples of one batch.", lambda m: m.batch_sizes)
     yield each.counter("batches", "Batches sent to gpu-lets.", lambda m: m.batches)
     yield each.counter("batched_requests", "Samples in these batches.", lambda m: m.batched)
+    classes = [((name, str(row)), row) for name, model in models.items() for row in model.by_size]
+    ends = [((*labels, end), count) for labels, row in classes for end, count in row.by_outcome.items()]
+    yield _Rows(("model", "size", "outcome"), ends).counter(
+        "sized_requests", "Requests that ended, by the largest sizes of their size class and by outcome.", float
+    )
+    by_size = _Rows(("model", "size"), classes)
+    yield by_size.counter(
+        "input_elements", "Tokens, pixels or samples of requests that were sent in batches.", lambda s: s.input_elements
+    )
+    yield by_size.counter(
+        "computed_elements", "The same with what these batches were padded with.", lambda s: s.computed_elements
+    )
     yield each.gauge("queue_length", "Samples that wait for a batch.", lambda m: m.queued)
     writing = _Rows(("model",), (((name,), model) for name, model in models.items() if model.written_tokens))
     yield writing.histogram("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.ttft_s)

@@ -9,8 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
-from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, SystemStatus
+from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, SizeCounts, SystemStatus
+
+Count = TypeVar("Count", int, float)
+
+
+@dataclass(frozen=True)
+class SizeFigures:
+    """One size class of a model over a window; `sizes` as in `SizeCounts`. `padding` is the part of the computed
+    elements that batches were padded with; None if nothing was sent."""
+
+    sizes: dict[str, int] | None
+    goodput_rps: float
+    ended_rps: float
+    attainment: float | None
+    padding: float | None
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,8 @@ class ModelFigures:
     `ended_rps` counts requests that ended with any outcome; `attainment` is the part of them that was ok. `p50_ms` and
     `p99_ms` are interpolated inside histogram buckets, so they are as exact as the buckets are narrow: to a few percent
     around the SLO. `unknown_proxy_share` is the share of requests for which no proxy said when they began. Of a model
-    that generates, `mean_ttft_ms`, `mean_tpot_ms` and `tokens_rps` are those of generations that ended.
+    that generates, `mean_ttft_ms`, `mean_tpot_ms` and `tokens_rps` are those of generations that ended. `by_size`: of
+    one whose requests vary in size, and `padding` of all its classes.
     """
 
     offered_rps: float
@@ -34,6 +50,8 @@ class ModelFigures:
     mean_ttft_ms: float | None = None
     mean_tpot_ms: float | None = None
     tokens_rps: float | None = None
+    padding: float | None = None
+    by_size: tuple[SizeFigures, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,9 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
     p50_s, p99_s = (quantile_s(latency, quantile) for quantile in (0.5, 0.99))  # format: the percentiles of the page
     ttft, tpot = _grown_buckets(before.ttft_s, after.ttft_s), _grown_buckets(before.tpot_s, after.tpot_s)
     tokens = _grown(before.written_tokens, after.written_tokens) / seconds
+    sizes = {str(row): row for row in before.by_size}
+    by_size = [_grown_size(sizes.get(str(row), SizeCounts()), row) for row in after.by_size]
+    computed = sum(row.computed_elements for row in by_size)
     proxied = sum(_grown_buckets(before.proxy_s or Buckets(), after.proxy_s or Buckets()).counts)
     return ModelFigures(
         offered_rps=submitted / seconds,
@@ -116,7 +137,19 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
         mean_ttft_ms=mean_ms(ttft),
         mean_tpot_ms=mean_ms(tpot),
         tokens_rps=tokens if after.written_tokens else None,
+        padding=1.0 - sum(row.input_elements for row in by_size) / computed if computed else None,
+        by_size=tuple(
+            SizeFigures(
+                row.sizes, row.ok / seconds, row.ended / seconds, row.ok / row.ended if row.ended else None, row.padding
+            )
+            for row in by_size
+        ),
     )
+
+
+def _grown_size(then: SizeCounts, now: SizeCounts) -> SizeCounts:
+    counts = ("ok", "late", "expired", "rejected", "failed", "input_elements", "computed_elements")
+    return SizeCounts(sizes=now.sizes, **{name: _grown(getattr(then, name), getattr(now, name)) for name in counts})
 
 
 def _gpulet(before: GpuletStatus, after: GpuletStatus, seconds: float) -> GpuletFigures:
@@ -128,7 +161,7 @@ def _gpulet(before: GpuletStatus, after: GpuletStatus, seconds: float) -> Gpulet
     )
 
 
-def _grown(then: float, now: float) -> float:
+def _grown(then: Count, now: Count) -> Count:
     return now - then if now >= then else now
 
 

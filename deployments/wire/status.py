@@ -35,7 +35,54 @@ class Buckets(msgspec.Struct, frozen=True):
     sum: float = 0.0
 
 
-class ModelCounts(msgspec.Struct, kw_only=True):
+class OutcomeCounts(msgspec.Struct, kw_only=True):
+    """Requests that ended, by outcome."""
+
+    ok: int = 0
+    late: int = 0
+    expired: int = 0
+    rejected: int = 0
+    failed: int = 0
+
+    @property
+    def by_outcome(self) -> dict[str, int]:
+        """The requests that ended, by outcome."""
+        ends = (self.ok, self.late, self.expired, self.rejected, self.failed)
+        return dict(zip(OUTCOMES, ends, strict=True))
+
+    @property
+    def ended(self) -> int:
+        """The requests that ended."""
+        return self.ok + self.bad
+
+    @property
+    def bad(self) -> int:
+        """The requests that ended but not in time."""
+        return self.late + self.expired + self.rejected + self.failed
+
+
+class SizeCounts(OutcomeCounts, kw_only=True):
+    """The requests of one size class of a model, by outcome. `sizes`: the largest of the class, by name; None: of
+    requests that no class covers, or of a model that is planned for one size.
+
+    Elements are tokens, pixels or samples: the product of a request's sizes. `input_elements` were in requests that
+    were sent to gpu-lets, and `computed_elements` are those with what their batches were padded with.
+    """
+
+    sizes: dict[str, int] | None = None
+    input_elements: int = 0
+    computed_elements: int = 0
+
+    @property
+    def padding(self) -> float | None:
+        """The part of the computed elements that was padding; None if nothing was sent."""
+        return 1.0 - self.input_elements / self.computed_elements if self.computed_elements else None
+
+    def __str__(self) -> str:
+        return "other" if self.sizes is None else ",".join(f"{name}={size}" for name, size in self.sizes.items())
+
+
+class ModelCounts(OutcomeCounts, kw_only=True):
     """The requests of one model by outcome since its dispatcher started, and what the plan expects of the model.
 
     `submitted` requests were asked for; they ended `ok`, `late`, `expired`, `rejected` or `failed`, or their client
@@ -44,16 +91,12 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     from arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms).
     Planned figures are None where the plan expects nothing. Its dispatcher counts in it. `share_pct` and `shadow`: what
     a version is sent of its model's requests. `prompt_tokens` and `generated_tokens`: those of generations that ended;
-    `written_tokens`: all that came, whatever becomes of their generation.
+    `written_tokens`: all that came, whatever becomes of their generation. `by_size`: of a model whose requests vary in
+    size, its size classes, smallest first.
     """
 
     counted_at_s: float = 0.0
     submitted: int = 0
-    ok: int = 0
-    late: int = 0
-    expired: int = 0
-    rejected: int = 0
-    failed: int = 0
     cancelled: int = 0
     samples: int = 0
     inferences: int = 0
@@ -73,22 +116,7 @@ class ModelCounts(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     written_tokens: int = 0
-
-    @property
-    def by_outcome(self) -> dict[str, int]:
-        """The requests that ended, by outcome."""
-        ends = (self.ok, self.late, self.expired, self.rejected, self.failed)
-        return dict(zip(OUTCOMES, ends, strict=True))
-
-    @property
-    def ended(self) -> int:
-        """The requests that ended."""
-        return self.ok + self.bad
-
-    @property
-    def bad(self) -> int:
-        """The requests that ended but not in time."""
-        return self.late + self.expired + self.rejected + self.failed
+    by_size: list[SizeCounts] = []  # msgspec copies defaults
 
 
 class ModelStatus(ModelCounts, kw_only=True):

@@ -42,28 +42,39 @@ def shaped_runs(signature: ModelSignature, blocks: Blocks) -> list[ShapedRun]:
     """
     own = row_sizes(signature, blocks)
     inputs = {t.name: [row for block in blocks[t.name] for row in block] for t in signature.inputs}
-    has_batch = any(tensor.axis is not None for tensor in signature.inputs)
-    shared = [tensor.name for tensor in signature.inputs if tensor.axis is None] if has_batch else []
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    firm = [name not in signature.padded_sizes for name in signature.sizes]
-    for row, sizes in enumerate(own):
-        key = *itertools.compress(sizes, firm), *(np.asarray(inputs[name][row]).tobytes() for name in shared)
-        groups.setdefault(key, []).append(row)
-    most = signature.batch or len(own) if has_batch else 1
+    shared = [tensor.name for tensor in signature.inputs if tensor.axis is None] if _has_batch(signature) else []
+    equal = [tuple(np.asarray(inputs[name][row]).tobytes() for name in shared) for row in range(len(own))]
     runs = []
-    for group in groups.values():
-        ordered = sorted(group, key=own.__getitem__)
-        for at in range(0, len(ordered), most):
-            rows = ordered[at : at + most]
-            sizes = _common_sizes(signature, [own[row] for row in rows])
-            named = dict(zip(signature.sizes, sizes, strict=True))
-            filled = [*rows, *rows[-1:] * ((signature.batch or 0) - len(rows))]
-            tensors = [_together(t, named, [inputs[t.name][row] for row in filled]) for t in signature.inputs]
-            runs.append(ShapedRun(rows, [own[row] for row in rows], sizes, tensors))
+    for rows in rows_by_run(signature, own, equal):
+        sizes = common_sizes(signature, [own[row] for row in rows])
+        named = dict(zip(signature.sizes, sizes, strict=True))
+        filled = [*rows, *rows[-1:] * ((signature.batch or 0) - len(rows))]
+        tensors = [_together(t, named, [inputs[t.name][row] for row in filled]) for t in signature.inputs]
+        runs.append(ShapedRun(rows, [own[row] for row in rows], sizes, tensors))
     return runs
 
 
-def _common_sizes(signature: ModelSignature, own: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def rows_by_run(
+    signature: ModelSignature, own: Sequence[tuple[int, ...]], equal: Sequence[tuple[bytes, ...]] = ()
+) -> Iterator[list[int]]:
+    """Yield the rows of each run of a batch. `own`: the sizes of each row; `equal`: of each row, what must be equal
+    beside the shape for rows to share a run."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    firm = [name not in signature.padded_sizes for name in signature.sizes]
+    for row, sizes in enumerate(own):
+        key = *itertools.compress(sizes, firm), *(equal[row] if equal else ())
+        groups.setdefault(key, []).append(row)
+    most = signature.batch or len(own) if _has_batch(signature) else 1
+    for group in groups.values():
+        ordered = sorted(group, key=own.__getitem__)
+        yield from (ordered[at : at + most] for at in range(0, len(ordered), most))
+
+
+def _has_batch(signature: ModelSignature) -> bool:
+    return any(tensor.axis is not None for tensor in signature.inputs)
+
+
+def common_sizes(signature: ModelSignature, own: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the sizes to which these rows are padded."""
     multiples = [allowed.multiple for allowed in signature.sizes.values()]
     return tuple(

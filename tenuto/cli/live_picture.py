@@ -70,7 +70,8 @@ def _models(models: Sequence[_Model], hidden: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     rates = ("goodput/s", "offered/s", "planned/s", "attainment")
     tokens = ("TTFT ms", "TPOT ms", "tokens/s") if any(model.now.tokens_rps is not None for model in models) else ()
-    for heading in ("model", *rates, "p50 ms", "p99 ms", "SLO ms", "batch", "wait", *tokens):
+    padding = ("padding",) if any(model.now.by_size for model in models) else ()
+    for heading in ("model", *rates, "p50 ms", "p99 ms", "SLO ms", "batch", *padding, "wait", *tokens):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     for name, counts, now in models:
         is_late = now.p99_ms is not None and 0.0 < counts.slo_ms < now.p99_ms
@@ -84,6 +85,7 @@ def _models(models: Sequence[_Model], hidden: int) -> Table:
             Text(number(now.p99_ms), "red" if is_late else ""),
             number(counts.slo_ms),
             number(now.mean_batch),
+            *(map(percent, (now.padding,)) if padding else ()),
             str(counts.queued),
             *(map(number, (now.mean_ttft_ms, now.mean_tpot_ms, now.tokens_rps)) if tokens else ()),
         )

@@ -10,7 +10,7 @@ import click
 
 from tenuto.cli.common import json_option, printed_as_json, say, stdout_console
 from tenuto.cli.deploying import address_option, deployment_at
-from tenuto.cli.tables import number, print_table
+from tenuto.cli.tables import number, percent, print_table
 from tenuto.outcome import OUTCOMES
 
 if TYPE_CHECKING:
@@ -107,6 +107,13 @@ def _print(status: SystemStatus) -> None:
             for name, model in status.models.items()
         ),
     )
+    sized = [(name, row) for name, model in status.models.items() for row in model.by_size]
+    if sized:
+        print_table(
+            ("model", "size up to", *OUTCOMES, "padding"),
+            ((name, str(row), *map(str, row.by_outcome.values()), percent(row.padding)) for name, row in sized),
+            left=("size up to",),
+        )
     writing = {name: model for name, model in status.models.items() if model.generated_tokens}
     if writing:
         print_table(

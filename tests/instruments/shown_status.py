@@ -1,4 +1,5 @@
-"""A made-up server for what operators look at: as many models and gpu-lets as wanted, counting up second by second."""
+"""A made-up server for what operators look at: as many models and gpu-lets as wanted, counting up second by second.
+Requests of a few models vary in size."""
 
 from __future__ import annotations
 
@@ -144,6 +145,7 @@ class _Model:
         self._histograms = {key: Histogram(bounds) for key in times}
         self._histograms["batch_sizes"] = Histogram(BATCH_SIZES)
         self._index = index
+        self._sizes = (16, 64, 256) if index % 16 == 1 else ()
 
     def second(self, now: int) -> None:
         rate = int(self.rate_rps * (1.0 + 0.3 * ((now * (self._index + 3)) % 17 - 8) / 8.0))
@@ -166,6 +168,16 @@ class _Model:
     def to_data(self) -> dict[str, Any]:
         return {
             **self._counts,
+            "by_size": [
+                {
+                    "sizes": {"tokens": tokens},
+                    "ok": self._counts["ok"] // len(self._sizes),
+                    "late": self._counts["late"],
+                    "input_elements": 3 * tokens * self._counts["ok"],
+                    "computed_elements": 4 * tokens * self._counts["ok"],
+                }
+                for tokens in self._sizes
+            ],
             "rejected": 0,
             "failed": 0,
             "cancelled": 1,

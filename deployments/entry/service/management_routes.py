@@ -201,7 +201,8 @@ def _config_entry(tensor: TensorSpec, *, is_whole: bool) -> dict[str, Any]:
 
 
 def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
-    """Return counts in the statistics extension's form; times are sums in ns over requests, or over batches."""
+    """Return counts in the statistics extension's form; times are sums in ns over requests, or over batches. With
+    `size_stats`, which the extension does not have, where requests vary in size."""
     answered = counts.ok + counts.late
     name, version = split_name(model)
 
@@ -222,6 +223,7 @@ def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
             "compute_infer": summed(counts.execution_s.sum),
             "compute_output": {"count": answered, "ns": 0},
         },
+        **({"size_stats": msgspec.to_builtins(counts.by_size)} if counts.by_size else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Live requests of different sizes: which size class of the scheduler each is given to."""
+"""Live requests of different sizes: which size class of the scheduler each is given to, and how it is counted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.build import from_plan
-from tenuto.deployments.dispatch.counters import Counters
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.dispatch.counters import Counters, ModelCounters
+from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.open_requests import OpenRequests
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
@@ -65,6 +65,9 @@ class _Asker:
         self.refusals.append(refused)
 
 
+EXECUTED = Executed(3, "a", True, 0.0, 0.0, 0.0, 1.0, 3, (), (), 1.0)
+
+
 def test_a_request_is_given_to_the_smallest_class_that_covers_it() -> None:
     """The plan names height first, and the network's signature width."""
     requests = OpenRequests(Counters(), lambda: 0.0, lambda _model: SIGNATURE)
@@ -92,6 +95,50 @@ def test_a_request_that_no_class_of_a_new_plan_covers_is_refused() -> None:
     assert (refused.outcome, refused.rule) == (Outcome.REJECTED, Rule.SIZE)
     assert "profile it with larger --sizes" in refused.reason
     assert not requests.is_open(waiting)
+
+
+def test_outcomes_and_padding_are_counted_by_size_class() -> None:
+    counters, asker = Counters(), _Asker()
+    requests = OpenRequests(counters, lambda: 0.0, lambda _model: SIGNATURE)
+    requests.follow(PLAN, from_plan(PLAN))
+
+    def opened(*sizes: int, deadline_ms: float = 100.0) -> Request:
+        served = requests.find("m", sizes)
+        index = requests.models["m"].index if served is None else served.index
+        request = Request(sum(sizes), "m", index, 0.0, deadline_ms, 0.0, "", asker, sizes=sizes)
+        requests.add(request)
+        return request
+
+    small, late, large = opened(8, 8), opened(8, 7, deadline_ms=-1.0), opened(20, 8)
+    counters.batch_sent(Batch(0, 1, "m", [small, late, large], 0, 0.0, 0.0, 1.0), SIGNATURE)
+    requests.executed([small, late], EXECUTED)
+    requests.expire(large, Rule.CUT)
+    requests.refuse_larger(opened(64, 1))
+    rows = counters.status(PLAN, {"f": 0, "m": 0})["m"].by_size
+    assert [(row.sizes, row.by_outcome) for row in rows] == [
+        ({"height": 8, "width": 8}, {"ok": 1, "late": 1, "expired": 0, "rejected": 0, "failed": 0}),
+        ({"height": 8, "width": 32}, {"ok": 0, "late": 0, "expired": 1, "rejected": 0, "failed": 0}),
+        ({"height": 32, "width": 32}, {"ok": 0, "late": 0, "expired": 0, "rejected": 0, "failed": 0}),
+        (None, {"ok": 0, "late": 0, "expired": 0, "rejected": 1, "failed": 0}),
+    ]
+    computed = 20 * 8  # all are padded to the largest of the batch
+    assert [(row.input_elements, row.computed_elements) for row in rows] == [
+        (8 * 8 + 8 * 7, 2 * computed),
+        (20 * 8, computed),
+        (0, 0),
+        (0, 0),
+    ]
+    counters.executed([small], EXECUTED, 0.0)
+    assert rows[0].ok == 1  # a status does not change any more
+
+
+def test_very_many_size_classes_are_counted_with_the_next_larger_ones() -> None:
+    counters = ModelCounters()
+    spec = PLAN.model("m")
+    counters.follow(spec, {index: (index + 1, index + 1) for index in range(1000)})
+    assert len(counters.by_size) <= 33
+    assert counters.class_rows[999].sizes == {"height": 1000, "width": 1000}
+    assert all(row.sizes["height"] > index for index, row in counters.class_rows.items() if row.sizes)
 
 
 def emulated(mean: LatencyTable, by_size: list[dict[str, Any]], **described: Any) -> EmulatedExecutor:

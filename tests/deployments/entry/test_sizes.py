@@ -103,6 +103,10 @@ async def test_every_answer_has_the_size_of_its_own_request_however_sizes_are_mi
     ways = [dice.choice((by_json, by_binary, by_grpc)) for _ in asked]
     answers = await asyncio.gather(*(way(served, *each) for way, each in zip(ways, asked, strict=True)))
     assert answers == [[[samples, tokens, 2], [2, samples, 3]] for tokens, samples in asked]
+    (counted,) = (await served.client.get("/v2/models/m/stats")).json()["model_stats"]
+    (row,) = counted["size_stats"]  # the plan has no size classes
+    assert (row["sizes"], row["ok"] + row["late"]) == (None, len(asked))
+    assert row["input_elements"] == row["computed_elements"] == sum(tokens * samples for tokens, samples in asked)
 
 
 async def test_a_handle_takes_any_size_in_range(served: Served) -> None:

@@ -70,6 +70,10 @@ def test_every_model_and_gpu_let_is_shown_and_names_stay_text() -> None:
     assert "<img" not in dom
     assert (dom.count('class="share"'), dom.count('class="share down"')) == (99, 1)
     assert "1 gpu-let down" in dom
+    sizes = dom[dom.index('<tbody id="sizes">') :]
+    assert sizes[: sizes.index("</tbody>")].count("<tr>") == 4 * 3
+    assert ">tokens 256</td>" in sizes
+    assert ">25.0 %</td>" in sizes
     assert '>spare/0</span><div class="shares"><div style="flex: 100 1 0' in dom  # idle, and drawn
     assert "; drained: n9/0" in dom
     assert ">drained</div>" in dom

@@ -97,6 +97,15 @@ def test_figures_of_the_status_come_out_in_base_units(text: str) -> None:
     assert samples["tenuto_gpulet_up", ("gpu", "n0/1"), ("gpulet", "n0/1/b")] == 0
 
 
+def test_each_size_class_has_its_outcomes_and_its_padding(text: str) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    ended = families["tenuto_sized_requests"].samples
+    assert {sample.labels["size"] for sample in ended} == {"tokens=16", "tokens=64", "tokens=256"}
+    assert len(ended) == 3 * 5  # outcomes
+    own, computed = (families[f"tenuto_{which}_elements"].samples for which in ("input", "computed"))
+    assert [a.value / b.value for a, b in zip(own, computed, strict=True)] == [0.75] * 3
+
+
 def test_names_of_any_kind_come_back_as_they_are() -> None:
     server, name = ShownServer(models=1, gpulets=1), 'a "quoted"\\ and\nbroken {name}'
     server.rename("network_00", name)

@@ -1,6 +1,7 @@
 """Figures between two statuses, against the same figures computed from the raw values."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,6 +56,24 @@ def test_figures_are_those_of_the_seconds_between() -> None:
     assert window.models["network_01"].unknown_proxy_share == 0.0
     assert window.gpulets["n0/0/b"].utilisation == pytest.approx(0.27)
     assert window.gpulets["n0/0/b"].measured_to_predicted == pytest.approx(1 / 0.92)
+
+
+def test_padding_is_that_of_the_seconds_between() -> None:
+    def status(*rows: dict[str, Any]) -> SystemStatus:
+        return msgspec.convert({"models": {"m": {"by_size": rows}}}, SystemStatus)
+
+    small, other = {"sizes": {"tokens": 8}}, {"sizes": None}
+    before = status({**small, "ok": 5, "input_elements": 10, "computed_elements": 20})
+    after = status(
+        {**small, "ok": 9, "late": 1, "input_elements": 40, "computed_elements": 60}, {**other, "rejected": 2}
+    )
+    figures = between(before, after, 2.0).models["m"]
+    assert figures.padding == pytest.approx(0.25)
+    assert [(row.sizes, row.goodput_rps, row.ended_rps, row.attainment) for row in figures.by_size] == [
+        ({"tokens": 8}, 2.0, 2.5, 0.8),
+        (None, 0.0, 1.0, 0.0),
+    ]
+    assert [row.padding for row in figures.by_size] == [pytest.approx(0.25), None]
 
 
 def test_a_server_started_anew_counts_from_zero() -> None:
