@@ -10,11 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_serializer, model_validator
 
-from tenuto.documents import Fault, StrictModel
+from tenuto.documents import Fault, StrictModel, parse_document
+from tenuto.errors import refused
+from tenuto.files import csv_rows
 
 MOST_TOKENS = 100_000_000  # limit: tokens of a text; no model reads a hundredth of it
 Tokens = Annotated[float, Field(ge=1, le=MOST_TOKENS)]
-_CURE = "Give a number of tokens, {lognormal: {median: 300, sigma: 1}} or {quantiles: {0: 10, 50: 300, 100: 4000}}."
+_CURE = (
+    "Give a number of tokens, {lognormal: {median: 300, sigma: 1}}, {quantiles: {0: 10, 50: 300, 100: 4000}} or "
+    "{trace: FILE, column: NAME}."
+)
+
+
+def tokens_of(cell: str) -> int | None:
+    """Return the number of tokens in a cell of a CSV; None if it has none."""
+    digits = cell.strip()
+    is_number = digits.isdecimal() and len(digits) <= len(str(MOST_TOKENS)) and 1 <= int(digits) <= MOST_TOKENS
+    return int(digits) if is_number else None
 
 
 class LogNormal(StrictModel):
@@ -39,11 +51,49 @@ def _normal(value: float) -> float:
     return 0.5 * math.erfc(-value / math.sqrt(2.0))
 
 
+class _Column(StrictModel):
+    """A column of a CSV; of the rows of one model, where the file has several."""
+
+    trace: str
+    column: str
+    model: str | None = None
+
+    def read(self) -> NDArray[np.int64]:
+        """Return its numbers of tokens.
+
+        Raises:
+            InvalidInputError: the file cannot be read, lacks the column or rows of the model, or has no such number.
+        """
+        needed = (self.column,) if self.model is None else (self.column, "model")
+        read: dict[str, list[int]] = {}
+        with csv_rows(self.trace, needed, "Name a column of the file's first line.") as (columns, rows):
+            at, model_at = columns[self.column], columns.get("model")
+            for line, row in rows:
+                if (tokens := tokens_of(row[at])) is None:
+                    rule = f"{self.column} is no whole number from 1 to {MOST_TOKENS}"
+                    raise refused(f"{self.trace}: line {line}", row[at], rule, "Correct it, or name another column.")
+                read.setdefault("" if model_at is None else row[model_at], []).append(tokens)
+        if self.model is None and len(read) > 1:
+            cure = f"Add model: NAME, such as {next(iter(read))}."
+            raise refused(self.trace, None, f"has rows of {len(read)} models", cure)
+        mine = read.get(self.model, []) if self.model is not None else next(iter(read.values()), [])
+        if not mine:
+            raise refused(self.trace, self.model, "has no such rows", "Correct `model`, or give another file.")
+        return np.array(mine)
+
+
+def quantiles_of(tokens: NDArray[np.int64], every_pct: int) -> dict[float, float]:
+    """Return the quantiles of these lengths, every so many percent, as `Lengths` has them."""
+    percents = range(0, 101, every_pct)
+    return dict(zip(map(float, percents), np.percentile(tokens, percents).tolist(), strict=True))
+
+
 class Lengths(StrictModel):
     """How many tokens prompts or outputs have, or how large another size of requests is. In a file it is a number, or
     one of the keys below.
 
-    `quantiles` are tokens by percent, from 0 to 100; between them lengths are spread evenly.
+    `quantiles` are tokens by percent, from 0 to 100; between them lengths are spread evenly. Of `trace`, a CSV with the
+    `column`, the quantiles are taken when it is read: nothing else needs the file.
     """
 
     tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
@@ -55,6 +105,8 @@ class Lengths(StrictModel):
     def _a_number(cls, value: Any) -> Any:
         if isinstance(value, bool | str | list) or value is None:
             raise Fault("is no length", _CURE)
+        if isinstance(value, dict) and value.keys() & {"trace", "column"}:
+            return {"quantiles": quantiles_of(parse_document(_Column, value).read(), 1)}
         return value if isinstance(value, dict | Lengths) else {"tokens": value}
 
     @model_validator(mode="after")

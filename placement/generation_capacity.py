@@ -25,7 +25,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.arrivals.arrival_processes import usual_lengths
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import ModelOnGpu, context_mib_of
-from tenuto.placement.generates import Generates, Lengths, TokenSlo
+from tenuto.placement.generates import Generates, Lengths, TokenSlo, quantiles_of
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Generation, Profiles, StepCost
@@ -178,7 +178,7 @@ def with_lengths(spec: ModelSpec) -> ModelSpec:
     names = ("prompt_tokens", "output_tokens")
     traced = dict(zip(names, usual_lengths(spec.name, spec.arrival), strict=True))
     lengths = {
-        name: Lengths(quantiles={p: float(np.percentile(tokens, p)) for p in range(0, 101, _QUANTILE)})
+        name: Lengths(quantiles=quantiles_of(tokens, _QUANTILE))
         for name, tokens in traced.items()
         if tokens is not None and getattr(generates, name) is None
     }

@@ -19,7 +19,7 @@ from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.files import csv_rows, parse_number
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.generates import MOST_TOKENS
+from tenuto.placement.generates import MOST_TOKENS, tokens_of
 from tenuto.plugins import ARRIVALS, cure_of_unknown, entry_point, registered
 
 Times = NDArray[np.float64]
@@ -254,11 +254,11 @@ def read_trace(path: str | Path) -> Trace:
             if name_at is not None and not row[name_at]:
                 raise fail(line, row[name_at], "names no model", "Fill the model column in every line.")
             for key, known in tokens.items():
-                cell = row[columns[key]].strip()
-                if not cell.isdecimal() or len(cell) > len(str(MOST_TOKENS)) or not 1 <= int(cell) <= MOST_TOKENS:
+                cell = row[columns[key]]
+                if (number := tokens_of(cell)) is None:
                     cure = f"Give a whole number from 1 to {MOST_TOKENS}."
                     raise fail(line, cell, f"{key} is no number of tokens", cure)
-                known.append(int(cell))
+                known.append(number)
             times.append(float(value))
             models.append("" if name_at is None else row[name_at])
     if not times:

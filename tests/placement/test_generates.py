@@ -55,6 +55,50 @@ def test_the_part_up_to_a_length_is_that_of_the_drawn_ones(form: Any) -> None:
         assert lengths.part_up_to(tokens) == pytest.approx((drawn <= tokens).mean(), abs=0.01)
 
 
+OUT = {"output_tokens": 11}
+LOG = "time_ms,model,prompt_tokens\n0,chat,5\n1,chat,40\n2,code,900\n3,chat, 12 \n\n"
+
+
+def test_lengths_may_be_those_of_a_column_of_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text(LOG)
+    asked = workload(
+        generates={"prompt_tokens": {"trace": str(file), "column": "prompt_tokens", "model": "chat"}} | OUT
+    )
+    file.unlink()  # a workload that is read, and its plans, need it no more
+    generates = Workload.of_document(parse_yaml(asked.dump()), "again")["llama"].generates
+    assert generates is not None
+    lengths = generates.prompt_tokens
+    assert lengths is not None
+    drawn = lengths.draw(10_000, np.random.default_rng(0))
+    assert (drawn.min(), np.median(drawn), drawn.max()) == (5, pytest.approx(12, abs=1), 40)
+    assert lengths.most == 40
+    assert lengths.part_up_to(12) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "said"),
+    [
+        ({"column": "tokens"}, LOG, "has no column tokens"),
+        ({"column": "model"}, LOG, "line 2.*chat.*model is no whole number from 1"),
+        ({"column": "prompt_tokens"}, LOG, "has rows of 2 models. Add model: NAME, such as chat"),
+        ({"column": "prompt_tokens", "model": "other"}, LOG, "other.*has no such rows"),
+        ({"column": "n"}, "n\n3\n0\n", "line 3"),
+        ({"column": "n"}, "n\n", "has no such rows"),
+        ({"column": "n", "model": "a"}, "n\n3\n", "has no column model"),
+        ({}, LOG, "column: field required"),
+        ({"column": "n", "most": 5}, "n\n3\n", "most"),
+    ],
+)
+def test_a_column_that_cannot_be_read_is_refused(form: Any, text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text(text)
+    with pytest.raises(InvalidInputError, match=said):
+        workload(generates={"prompt_tokens": {"trace": str(file), **form}} | OUT)
+    with pytest.raises(InvalidInputError, match=r"nowhere.csv"):
+        workload(generates={"prompt_tokens": {"trace": "nowhere.csv", "column": "n"}} | OUT)
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
