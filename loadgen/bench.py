@@ -28,7 +28,7 @@ from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, seed_for
 from tenuto.loadgen.sender import Body
 from tenuto.loadgen.senders.http_sender import HttpSender
-from tenuto.loadgen.senders.payloads import Prompts, SizedBodies, make_bodies, read_bodies
+from tenuto.loadgen.senders.payloads import Prompts, SizedBodies, make_bodies, read_bodies, unbounded_inputs
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.outcome import WARM_UP
 from tenuto.placement import ModelSpec, Plan
@@ -140,7 +140,9 @@ def run_bench(
     }
     sized = [_with_sizes(spec, shown.get(spec.name, {}), options.bodies) for spec in specs]
     if sized != [*specs]:
-        schedule = _with_notes(make_client_schedule(sized, applications, *arrivals), specs, sized)
+        schedule = make_client_schedule(sized, applications, *arrivals)
+    made_up = {name: metadata for name, metadata in shown.items() if name not in options.bodies}
+    schedule = _with_notes(schedule, specs, sized, made_up)
     sent = _in_multiples(schedule, sized, shown)
     tokens = sent.tokens
     targets = tuple(
@@ -368,14 +370,23 @@ def _with_sizes(spec: ModelSpec, metadata: Mapping[str, Any], bodies: Collection
     return spec.model_copy(update={"sizes": even})
 
 
-def _with_notes(schedule: Schedule, given: Sequence[ModelSpec], sized: Sequence[ModelSpec]) -> Schedule:
-    """Return the schedule with a line for each model whose sizes the workload does not give."""
+def _with_notes(
+    schedule: Schedule, given: Sequence[ModelSpec], sized: Sequence[ModelSpec], shown: Mapping[str, Mapping[str, Any]]
+) -> Schedule:
+    """Return the schedule with a line for each model whose sizes the workload does not give, and for each with whole
+    numbers of which the metadata (`shown`) does not say which it knows."""
     notes = [
         f"{spec.name}: its workload gives no `sizes`, so each is spread evenly over what the model takes ("
         + ", ".join(f"{name} up to {lengths.most:g}" for name, lengths in spec.sizes.items())
         + ")"
         for spec, before in zip(sized, given, strict=True)
         if spec.sizes and not before.sizes
+    ]
+    notes += [
+        f"{name}: nothing says which numbers it knows for {' and '.join(unbounded)}, so 0 and 1 are sent; the option "
+        "`example` gives another"
+        for name, metadata in shown.items()
+        if (unbounded := unbounded_inputs(metadata))
     ]
     return replace(schedule, notes=(*schedule.notes, *notes))
 

@@ -20,14 +20,15 @@ from tenuto.loadgen.sender import Body
 
 _MOST_BODY_BYTES = 64 << 20  # limit: bytes of a body; a gateway takes no more
 _STARTS = 4096  # format: of our prompts: places where they begin; more would only make them differ more
-_LARGEST_TOKEN = 20_000  # format: of our prompts: tokens below the vocabulary of every model in the catalogue
+_LARGEST_TEXT = 20_000  # format: of our elements of BYTES, which are numbers written as text
 
 
 def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
     """Return eight bodies, one sample each.
 
-    Floats are standard normal, as normalised images are. Whole numbers are token ids, in BYTES written as text. An
-    input with `mask` in its name is all ones.
+    Floats are standard normal, as normalised images are. Whole numbers are all that the model knows, such as token ids;
+    0 and 1 where nothing says which it knows (`unbounded_inputs`); in BYTES written as text. An input with `mask` in
+    its name is all ones.
 
     Args:
         metadata: the server's answer to GET /v2/models/{model}.
@@ -41,6 +42,16 @@ def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, 
     typed = [(tensor, _dtype(metadata["name"], tensor), _shape(metadata["name"], tensor, {})) for tensor in inputs]
     drawn = ([_values(tensor, dtype, shape, generator) for tensor, dtype, shape in typed] for _ in range(8))
     return [_body(inputs, values, binary=binary) for values in drawn]
+
+
+def unbounded_inputs(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the inputs of whole numbers of which nothing says which of them the model knows."""
+    return [
+        tensor["name"]
+        for tensor in metadata.get("inputs", ())
+        if tensor["datatype"].startswith(("INT", "UINT")) and not tensor.keys() & {"below", "example"}
+        if "mask" not in tensor["name"].lower()
+    ]
 
 
 class SizedBodies:
@@ -199,4 +210,5 @@ def _values(
         return generator.standard_normal(shape).astype(dtype)
     if dtype.kind == "b":
         return generator.random(shape) < 0.5
-    return generator.integers(1, min(_LARGEST_TOKEN, np.iinfo(dtype).max), shape).astype(dtype)
+    below = _LARGEST_TEXT if tensor["datatype"] == "BYTES" else tensor.get("below", 2)
+    return generator.integers(0, below, shape).astype(dtype)

@@ -31,15 +31,19 @@ Dimension = int | str | None
 _NO_NAME = re.compile(r"unk__\d+|\?\w+")
 # The inputs of a transformer that looks only where `attention_mask` is 1, so that all of them may be padded.
 _MASKED = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
+# format: operators of ONNX that look up rows of a table: the places of indices and table among their inputs.
+_LOOKUPS = {"Gather": ((1, 0),), "GatherBlockQuantized": ((1, 0),), "EmbedLayerNormalization": ((0, 2), (1, 4))}
+_SAME_VALUES = frozenset({"Cast", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand"})
 
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """An input or output as its file describes it."""
+    """An input or output as its file describes it; `below` as in `TensorSignature`."""
 
     name: str
     dtype: str
     shape: tuple[Dimension, ...]
+    below: int | None = None
 
 
 def load_exported(source: str, options: ShapeOptions, unlimited: int | None = None) -> LoadedModel:
@@ -136,12 +140,40 @@ def _onnx(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedMod
     except Exception as error:  # the library's own errors have no other common base
         cure = next((cure for words, cure in _ONNX_CURES.items() if words in str(error)), "Give a complete ONNX model.")
         raise _unusable(path, error, cure) from error
+    rows = _table_rows(path)
     inputs, outputs = (
-        [_FileTensor(one.name, ONNX_TYPES.get(one.type, one.type), tuple(one.shape)) for one in some]
+        [_FileTensor(t.name, ONNX_TYPES.get(t.type, t.type), tuple(t.shape), rows.get(t.name)) for t in some]
         for some in (session.get_inputs(), session.get_outputs())
     )
     signature = _signature(path, inputs, outputs, options, {}, unlimited)
     return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()))
+
+
+def _table_rows(path: Path) -> dict[str, int]:
+    """Return how many rows the smallest table has that an input of an ONNX file is an index of; inputs of which nothing
+    says so are left out, and all are where the package `onnx` is missing."""
+    try:
+        import onnx
+    except ModuleNotFoundError:
+        return {}
+    graph = onnx.load(str(path), load_external_data=False).graph
+    tables = {weight.name: weight.dims[0] for weight in graph.initializer if weight.dims}
+    inputs = {value.name: value.name for value in graph.input}  # of which input a value has the elements
+    rows: dict[str, int] = {}
+    for node in graph.node:
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        if node.op_type == "Constant" and "value" in attributes and attributes["value"].t.dims:
+            tables[node.output[0]] = attributes["value"].t.dims[0]
+        elif node.op_type in ("Cast", "Identity", "DequantizeLinear") and node.input[0] in tables:
+            tables[node.output[0]] = tables[node.input[0]]
+        elif node.op_type in _SAME_VALUES and node.input[0] in inputs:
+            inputs[node.output[0]] = inputs[node.input[0]]
+        elif not any(attributes[name].i for name in ("axis", "gather_axis") if name in attributes):
+            for at, table in _LOOKUPS.get(node.op_type, ()):
+                if node.input[at] in inputs and node.input[table] in tables:
+                    index = inputs[node.input[at]]
+                    rows[index] = min(tables[node.input[table]], rows.get(index, tables[node.input[table]]))
+    return rows
 
 
 _LACKS = "It has an operator that this ONNX Runtime lacks: install a build that has it, or export it without."
@@ -183,6 +215,7 @@ def _signature(
             t.name,
             "float32" if t.dtype == "bfloat16" else t.dtype,
             tuple(d for at, d in enumerate(shapes[t.name]) if at != axis),
+            below=t.below if t.dtype.startswith(("int", "uint")) else None,
             pad=pad.get(t.name),
             axis=axis,
             example=options.example.get(t.name),

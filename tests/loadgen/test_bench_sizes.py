@@ -74,6 +74,20 @@ def test_each_request_has_the_sizes_that_are_drawn_for_it(tensors: str) -> None:
     assert (result.records.sizes[result.records.model == 0] == 0).all()
 
 
+@pytest.mark.parametrize(("more", "most"), [({"below": 7}, 6), ({"example": 3}, 3), ({}, 1)])
+def test_whole_numbers_are_those_that_the_model_knows(more: dict[str, int], most: int) -> None:
+    ids = {"name": "ids", "datatype": "INT64", "shape": [-1, -1], "dimensions": [None, "width"], **more}
+    sizes = {"width": METADATA["sizes"]["width"]}  # type: ignore[index]
+    with fake_server({"m": {"inputs": [ids], "outputs": [], "sizes": sizes}}) as server:
+        result = run_bench([spec(sizes={"width": 40})], options(server.url, tensors="json"))
+    assert {*np.concatenate([inputs[0]["data"] for inputs in sent(server).values()])} == (
+        {3} if "example" in more else {*range(most + 1)}
+    )
+    assert [note.startswith("m: nothing says which numbers it knows for ids") for note in result.schedule.notes] == (
+        [] if more else [True]
+    )
+
+
 def test_without_sizes_in_the_workload_requests_are_spread_over_what_the_model_takes() -> None:
     stepped = METADATA["sizes"] | {"width": {"least": 4, "most": 64, "multiple": 4}}  # type: ignore[operator]
     with fake_server({"m": {**METADATA, "sizes": stepped}}) as server:

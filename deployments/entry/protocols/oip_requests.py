@@ -88,8 +88,10 @@ class TensorSpec(TensorSignature):
 
     def metadata(self) -> dict[str, Any]:
         """Return the tensor's entry in the model metadata. Where sizes vary, `dimensions` has their names, and null for
-        the batch; `example` is a value with which the model runs."""
+        the batch; `below` bounds whole numbers, and `example` is a value with which the model runs."""
         said: dict[str, Any] = {"name": self.name, "datatype": self.datatype, "shape": self.wire_shape}
+        if self.below is not None:
+            said["below"] = self.below
         if self.example is not None:
             said["example"] = self.example
         if not any(isinstance(each, str) for each in self.shape):

@@ -74,6 +74,37 @@ def encoder(folder: Path) -> str:
     )
 
 
+@pytest.mark.parametrize("way", ["weights", "constant", "cast", "quantised", "computed", "axis 1"])
+def test_indices_of_a_table_are_bounded_by_its_rows(tmp_path: Path, way: str) -> None:
+    table = np.zeros((7, 3), np.uint8 if way == "quantised" else np.float32)
+    before = {
+        "constant": [helper.make_node("Constant", [], ["table"], value=onnx.numpy_helper.from_array(table))],
+        "cast": [
+            helper.make_node("Cast", ["x"], ["whole"], to=INT64),
+            helper.make_node("Unsqueeze", ["whole", "last"], ["i"]),
+        ],
+        "quantised": [helper.make_node("DequantizeLinear", ["weights", "scale"], ["table"])],
+        "computed": [helper.make_node("Mul", ["x", "zero"], ["i"])],
+    }.get(way, [])
+    indices = "i" if way in ("cast", "computed") else "x"
+    axis = 1 if way == "axis 1" else 0
+    nodes = [*before, helper.make_node("Gather", ["table", indices], ["y"], axis=axis)]
+    weights = {"quantised": {"weights": table, "scale": np.float32(1)}, "constant": {}}.get(way, {"table": table})
+    extra = {"cast": {"last": np.array([1])}, "computed": {"zero": np.int64(0)}}.get(way, {})
+    made = {"x": (onnx.TensorProto.INT32 if way == "cast" else INT64, ("batch",))}
+    source = save(tmp_path, nodes, made, {"y": (FLOAT, [None] * (3 if way == "cast" else 2))}, **weights, **extra)
+    (tensor,) = build(source).signature.inputs
+    assert tensor.below == (None if way in ("computed", "axis 1") else 7)
+
+
+def test_an_index_outside_its_table_is_refused_before_it_runs(tmp_path: Path) -> None:
+    runner = load(encoder(tmp_path), sizes={"tokens": 9})
+    assert [tensor.below for tensor in runner.signatures["m"].inputs] == [50, None]
+    row = {"input_ids": np.array([50]), "attention_mask": np.array([1])}
+    with pytest.raises(InvalidInputError, match=r"input_ids.*50.*\[0, 50\)"):
+        run(runner, [row])
+
+
 def load(source: str, **options: Any) -> ProgramRunner:
     return load_program([Member("m", source, options=options)], [1, 4])
 
