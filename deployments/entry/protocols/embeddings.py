@@ -107,7 +107,7 @@ def _question(body: TextBody, model: str, signature: ModelSignature, text: TextI
 
     def write(samples: Samples) -> bytes:
         vectors = _first(samples)
-        shown = [base64.b64encode(each).decode() for each in vectors] if is_packed else vectors
+        shown = map(_packed, vectors) if is_packed else vectors
         data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)]
         return _json({"object": "list", "data": data, "model": model, "usage": _usage(tokens)})
 
@@ -161,7 +161,7 @@ def _pairs(body: RerankBody | ScoreBody, model: str, signature: ModelSignature, 
         tokens = _checked(encode_texts(pairs, spec, truncate=body.truncate), names, spec)
 
     def write(samples: Samples) -> bytes:
-        outputs = _first(samples).astype(np.float64)
+        outputs = np.stack(_first(samples)).astype(np.float64)
         if signature.answers == "embedding":
             lengths = np.linalg.norm(outputs, axis=1, keepdims=True)
             unit = outputs / np.maximum(lengths, np.finfo(np.float64).tiny)
@@ -195,17 +195,21 @@ def _checked(tokens: list[TextTokens], names: Iterable[str], spec: TextInput) ->
     return tokens
 
 
-def _first(samples: Samples) -> Array:
-    """Return the first output of each sample as rows of float32.
+def _first(samples: Samples) -> list[Array]:
+    """Return the first output of each sample as one row of float32.
 
     Raises:
         HttpError: 500 if one has NaN or infinite values.
     """
-    rows = np.stack([sample[0].array.reshape(-1).astype("<f4") for sample in samples])
-    broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-    if broken.size:
-        raise HttpError(500, f"the model made NaN or infinite values of text {broken[0]}. Look at the model.")
+    rows = [sample[0].array.reshape(-1).astype("<f4", copy=False) for sample in samples]
+    for at, row in enumerate(rows):
+        if not np.isfinite(row).all():
+            raise HttpError(500, f"the model made NaN or infinite values of text {at}. Look at the model.")
     return rows
+
+
+def _packed(vector: Array) -> orjson.Fragment:
+    return orjson.Fragment(b'"%b"' % base64.b64encode(vector.data))
 
 
 def _usage(texts: Sequence[TextTokens]) -> dict[str, int]:
