@@ -24,6 +24,7 @@ from tenuto.profiles.networks.preprocess import TextTokens, encode_texts, score_
 
 Samples = Sequence[Sequence[OutputTensor]]
 _Texts = str | list[str]
+_MOST_CHARACTERS = 4 << 20  # limit: of the pairs of a request, which repeat one text: a tokenizer takes 3 s for them
 
 
 class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,10 +124,11 @@ def _inputs(body: EmbeddingBody, spec: TextInput) -> list[TextTokens]:
     _check_count(len(given), "input")
     texts = [each for each in given if isinstance(each, str)]
     encoded = iter(encode_texts(texts, spec, truncate=body.truncate))
-    tokens = []
+    tokens, is_cut = [], spec.truncate if body.truncate is None else body.truncate
     for name, each in zip(names, given, strict=True):
         if isinstance(each, list) and all(isinstance(token, int) for token in each):
-            tokens.append(TextTokens(each, [0] * len(each)))
+            ids = each[: spec.sequence_length if is_cut else None]
+            tokens.append(TextTokens(ids, [0] * len(ids)))
         elif isinstance(each, str):
             tokens.append(next(encoded))
         else:
@@ -158,6 +160,10 @@ def _pairs(body: RerankBody | ScoreBody, model: str, signature: ModelSignature, 
         places = {text: at for at, text in enumerate(named)}
         left, right = ([places[pair[side]] for pair in pairs] for side in (0, 1))
     else:
+        characters = sum(len(first) + len(second) for first, second in pairs)
+        if characters > _MOST_CHARACTERS:
+            rule = f"is read with each of {len(pairs)} texts, which makes {characters} characters of {_MOST_CHARACTERS}"
+            raise bad_field("query" if documents else "text_1", f"{rule}. Shorten it, or send fewer texts")
         tokens = _checked(encode_texts(pairs, spec, truncate=body.truncate), names, spec)
 
     def write(samples: Samples) -> bytes:

@@ -174,6 +174,8 @@ async def test_pairs_are_scored(bench: Bench) -> None:
         ("rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "is wrong"),
         ("rerank", {"query": "a", "documents": ["a", "a " * 9]}, "documents[1]", "has 13 tokens"),
         ("rerank", {"query": "a " * 9, "documents": ["a"], "model": "m"}, "query", "has 11 tokens"),
+        ("rerank", {"query": "a " * 9000, "documents": ["a"] * 1000}, "query", "is read with each of 1000 texts"),
+        ("score", {"text_1": "a " * 9000, "text_2": ["a"] * 1000}, "text_1", "is read with each of 1000 texts"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "has 2 texts, and `text_2` 1"),
         ("score", {"text_1": "a", "text_2": "a " * 9}, "text_2[0]", "has 13 tokens"),
     ],
@@ -205,6 +207,7 @@ async def test_models_that_make_other_things_are_refused(bench: Bench) -> None:
 
 async def test_a_long_text_is_cut_where_the_request_says_so(bench: Bench) -> None:
     assert vectors(await ask(bench, "embeddings", input="a " * 9, truncate=True)) == [[8.0, 2 + 6 * 8 + 3]]
+    assert vectors(await ask(bench, "embeddings", input=[[6] * 9, [5]], truncate=True)) == [[8.0, 6.0 * 8], [1.0, 5.0]]
     assert (await ask(bench, "rerank", query="a", documents=["a " * 9], truncate=True)).status_code == 200
 
 
