@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tenuto
 
-APART = frozenset({"tests", "lab", "docs", "scripts", "."})
+APART = frozenset({"tests", "lab", "docs", "examples", "scripts", "."})
 """Folders that are not a part of the machine; `.` is the root itself."""
 
 
