@@ -242,7 +242,8 @@ class ModelSignature:
                 raise ValueError(f"input '{tensor.name}' has shape {list(shape)}; the model takes {taken}.")
             for dimension, size in zip(tensor.shape, shape, strict=True):
                 if isinstance(dimension, str) and bound.setdefault(dimension, size) != size:
-                    raise ValueError(f"inputs disagree on '{dimension}': {bound[dimension]} and {size}.")
+                    both = f"{bound[dimension]} and {size}"
+                    raise ValueError(f"inputs disagree on '{dimension}': {both}. Send all of them with one size.")
         for name, allowed in self.sizes.items():
             if not allowed.least <= bound[name] <= allowed.most:
                 raise ValueError(

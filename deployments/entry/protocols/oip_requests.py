@@ -581,10 +581,12 @@ def _read_values(text: bytes, spec: TensorSpec, dtype: str, shape: list[int]) ->
     code, decode = _CODES[dtype], _VALUE_DECODERS[np.dtype(dtype).kind]
     if not text.startswith(b"["):
         decode(text)  # raises
+    if 0 in shape and not text.strip(b"[], \t\r\n"):
+        return b""
+    _check_count(_count(text, b",") + 1, math.prod(shape), spec, shape)
     is_nested = text.find(b"[", 1) > 0
     if is_nested:
         _check_nesting(text, spec, shape)
-    _check_count(_count(text, b",") + 1, math.prod(shape), spec, shape)
     parts = []
     at, end = 1, len(text) - 1
     while at < end:
@@ -614,7 +616,8 @@ def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
 
 
 def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
-    """Refuse nested lists that are not as long as the shape says, each of them."""
+    """Refuse nested lists that are not as long as the shape says, each of them. The shape has as many values as the
+    text: any other could be larger than memory."""
     nested = text.translate(None, _SCALARS)
     whole = [1, *shape] if len(shape) == len(spec.shape) else shape
     if nested not in (_skeleton(whole), _skeleton(whole[1:]) if whole[0] == 1 else b""):

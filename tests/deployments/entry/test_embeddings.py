@@ -121,6 +121,23 @@ async def test_many_texts_are_one_request_and_many_samples(bench: Bench) -> None
     assert (counts["ok"], counts["inferences"]) == (1, 400)
 
 
+async def test_a_client_that_leaves_amid_many_texts_takes_them_all_along(bench: Bench) -> None:
+    gpulet = bench.gpulets["a"]
+    gpulet.hold = True
+    leaving = asyncio.create_task(ask(bench, "embeddings", input=["the cat"] * 32))
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    leaving.cancel()
+    while (await bench.status())["models"]["m"]["cancelled"] != 1:
+        await asyncio.sleep(0)
+    assert (await bench.client.get("/status/queue")).json()["m"] == 0
+    gpulet.hold = False
+    gpulet.release()
+    assert vectors(await ask(bench, "embeddings", input="dog")) == [[3.0, 15.0]]
+    assert sum(gpulet.sizes) < 32
+    counts = (await bench.status())["models"]["m"]
+    assert (counts["submitted"], counts["ok"], counts["failed"], counts["expired"]) == (2, 1, 0, 0)
+
+
 async def test_documents_come_back_by_their_relevance(bench: Bench) -> None:
     documents = ["dog", "the cat sat on", {"text": "a mat"}]
     answer = await ask(bench, "rerank", query="cat", documents=documents, top_n=2, return_documents=True)

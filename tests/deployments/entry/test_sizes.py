@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.deployments.gpulet.test_streaming_gpulet import make_plan
 
 pytest.importorskip("h2")
 messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
-pytest.importorskip("grpc")
+grpc = pytest.importorskip("grpc")
 
 INPUTS = [
     {"name": "ids", "dtype": "int64", "shape": ["tokens"]},
@@ -54,11 +54,13 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     await made.close()
 
 
-def arrays(tokens: int, samples: int = 1) -> dict[str, Any]:
+def arrays(tokens: int, samples: int = 1, more: Sequence[str] = ()) -> dict[str, Any]:
+    """The inputs of the model, and `more` ones of one number a token."""
     return {
         "ids": np.arange(samples * tokens, dtype=np.int64).reshape(samples, tokens),
         "state": np.zeros((2, samples, 3), np.float32),
         "rate": np.array(16000, np.int64),
+        **{name: np.ones((samples, tokens), np.int64) for name in more},
     }
 
 
@@ -71,14 +73,14 @@ def described(given: dict[str, Any], *, binary: bool = False) -> list[dict[str, 
     ]
 
 
-async def by_json(served: Served, tokens: int, samples: int) -> list[list[int]]:
-    answer = await served.client.post("/v2/models/m/infer", json={"inputs": described(arrays(tokens, samples))})
+async def by_json(served: Served, tokens: int, samples: int, more: Sequence[str] = ()) -> list[list[int]]:
+    answer = await served.client.post("/v2/models/m/infer", json={"inputs": described(arrays(tokens, samples, more))})
     assert answer.status_code == 200, answer.text
     return [each["shape"] for each in answer.json()["outputs"]]
 
 
-async def by_binary(served: Served, tokens: int, samples: int) -> list[list[int]]:
-    given = arrays(tokens, samples)
+async def by_binary(served: Served, tokens: int, samples: int, more: Sequence[str] = ()) -> list[list[int]]:
+    given = arrays(tokens, samples, more)
     document = {"inputs": described(given, binary=True), "parameters": {"binary_data_output": True}}
     answer = await served.binary(document, b"".join(array.tobytes() for array in given.values()))
     assert answer.status_code == 200, answer.text
@@ -89,12 +91,18 @@ async def by_binary(served: Served, tokens: int, samples: int) -> list[list[int]
     return [each["shape"] for each in found]
 
 
-async def by_grpc(served: Served, tokens: int, samples: int) -> list[list[int]]:
+async def by_grpc(served: Served, tokens: int, samples: int, more: Sequence[str] = ()) -> list[list[int]]:
+    asked = message_of(arrays(tokens, samples, more))
+    return [list(each.shape) for each in (await served.call(asked)).outputs]
+
+
+def message_of(given: dict[str, Any]) -> Any:
+    """The request over gRPC."""
     asked = messages.InferRequest(model_name="m")
-    for each in described(given := arrays(tokens, samples)):
+    for each in described(given):
         asked.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
         asked.raw_input_contents.append(given[each["name"]].tobytes())
-    return [list(each.shape) for each in (await served.call(asked)).outputs]
+    return asked
 
 
 async def test_every_answer_has_the_size_of_its_own_request_however_sizes_are_mixed(served: Served) -> None:
@@ -173,6 +181,61 @@ def test_two_inputs_that_disagree_on_a_size_are_refused_by_its_name() -> None:
     given = arrays(5) | {"mask": np.ones((1, 6), np.int64)}
     with pytest.raises(BadRequestError, match="inputs disagree on 'tokens': 5 and 6"):
         RequestReader(both.inputs, both.signature).read(json.dumps({"inputs": described(given)}).encode())
+
+
+@pytest.mark.parametrize("shape", [[1, 2**40], [2**40, 0], [2**20, 2**20], [-1, -3], [1, 3, 1], [1, 1, 2**62]])
+@pytest.mark.parametrize("data", [[[1, 2, 3]], [1, 2, 3], [[]], []], ids=str)
+def test_a_shape_that_its_values_do_not_have_costs_nothing(shape: list[int], data: list[Any]) -> None:
+    inputs = [each | ({"shape": shape, "data": data} if each["name"] == "ids" else {}) for each in described(arrays(3))]
+    with pytest.raises(BadRequestError, match=r"input 'ids'|'tokens'"):
+        reader().read(json.dumps({"inputs": inputs}).encode())
+
+
+@pytest.mark.parametrize("data", [[], [[]]], ids=str)
+def test_an_empty_tensor_is_read_where_the_model_takes_it(data: list[Any]) -> None:
+    made = ModelInterface.of(signature(sizes={"tokens": SizeRange(50, 0)}))
+    inputs = [each | ({"data": data} if each["name"] == "ids" else {}) for each in described(arrays(0))]
+    asked = RequestReader(made.inputs, made.signature).read(json.dumps({"inputs": inputs}).encode())
+    assert (asked.header.sizes, bytes(asked.parts[0][0].data)) == ((0,), b"")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (arrays(51) | {"mask": np.ones((1, 51), np.int64)}, "'tokens' is 51; the model takes 2 to 50"),
+    (arrays(1) | {"mask": np.ones((1, 1), np.int64)}, "'tokens' is 1; the model takes 2 to 50"),
+    (arrays(5) | {"mask": np.ones((1, 6), np.int64)}, "inputs disagree on 'tokens': 5 and 6. Send all of them with"),
+    (arrays(5) | {"mask": np.ones((2, 5), np.int64)}, "disagree on the batch dimension"),
+    (arrays(5) | {"mask": np.ones((1, 5, 1), np.int64)}, "input 'mask' has shape [1, 5, 1]"),
+    (arrays(5), "missing input mask"),
+]
+
+
+async def test_bad_requests_are_refused_alike_by_every_way_and_harm_no_others(served: Served) -> None:
+    mask = {"name": "mask", "dtype": "int64", "shape": ["tokens"]}
+    options = {**OPTIONS, "inputs": [*INPUTS, mask]}
+    masked = Served()
+    await masked.start(
+        Plan.from_data(make_plan(options=options).to_data()), "emulated", is_beside=served.server is None
+    )
+
+    async def good(tokens: int) -> None:
+        for way in (by_json, by_binary, by_grpc):
+            assert await way(masked, tokens, 1, ("mask",)) == [[1, tokens, 2], [2, 1, 3]]
+
+    async def bad(given: dict[str, Any], said: str) -> None:
+        data = b"".join(array.tobytes() for array in given.values())
+        binary = await masked.binary({"inputs": described(given, binary=True)}, data)
+        plain = await masked.client.post("/v2/models/m/infer", json={"inputs": described(given)})
+        for answer in (binary, plain):
+            assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await masked.call(message_of(given))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert said in (error.value.details() or "")
+
+    await asyncio.gather(*(bad(*each) for each in BAD), *map(good, range(2, 51, 8)))
+    (counts,) = (await masked.client.get("/status")).json()["models"].values()
+    assert (counts["ok"], counts["failed"], counts["expired"]) == (21, 0, 0)
+    await masked.close()
 
 
 def test_samples_are_cut_along_the_axis_of_their_batch_and_share_what_has_none() -> None:
