@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
@@ -140,6 +141,18 @@ class Lengths(StrictModel):
         if self.lognormal is not None:
             return self.lognormal.most or math.inf
         return float(max((self.quantiles or {0: self.tokens or 1}).values()))
+
+    def quantile(self, part: float) -> float:
+        """Return the length that this part of the lengths does not exceed, from 0 to 1; infinite for the longest of a
+        normal logarithm that is not cut."""
+        if self.lognormal is not None:
+            form = self.lognormal
+            longest = form.most or math.inf
+            if part >= 1.0:
+                return longest
+            return min(longest, form.median * math.exp(form.sigma * NormalDist().inv_cdf(part)))
+        percents, tokens = zip(*sorted((self.quantiles or {0: self.tokens or 1}).items()), strict=True)
+        return float(np.interp(100.0 * part, percents, tokens))  # unit: percent
 
     def part_up_to(self, tokens: int) -> float:
         """Return the part of the drawn lengths that are at most so many tokens."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,17 @@ from tenuto.cli.common import (
 )
 from tenuto.cli.profile_generation import measure_steps
 from tenuto.cli.tables import number, print_table
-from tenuto.documents import parse_pairs
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, raise_if_any, refused
+from tenuto.documents import parse_document, parse_pairs
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, one_of, raise_if_any, refused
 from tenuto.mps.gpu_shares import shares_of
+from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model
 from tenuto.profiles.measuring.profile_writer import ProfileWriter
+from tenuto.profiles.networks.model_options import ShapeOptions
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
+
+_PARTS = (0.5, 0.9, 1.0)  # default: of the sizes that a workload says come, those that are measured
+_NEARLY_ALL = 0.999  # default: of sizes without an end
 
 
 @click.command("profile", short_help="Measure what models cost on this machine: latency and memory by batch and share.")
@@ -52,7 +58,8 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     "--sizes",
     multiple=True,
     metavar="NAME=N,N…",
-    help="Sizes of requests to measure, of a network whose inputs vary in shape; repeatable. Default: the largest.",
+    help="Sizes of requests to measure, of a network whose inputs vary in shape; repeatable. Default: the largest; of "
+    "a workload, its median, 90 % and largest.",
 )
 @click.option(
     "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, without the time to build it."
@@ -62,7 +69,8 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of a MODEL in the profile; give one for each, in order. Default: the end of its source.",
+    help="Name of a MODEL in the profile; give one for each, in order. Default: the end of its source. Of a workload: "
+    "the models to measure; default all.",
 )
 @click.option("--weights", "weights_path", metavar="FILE|DIR", help="Local weights of the model (only with one MODEL).")
 @click.option(
@@ -106,6 +114,8 @@ def command(
     Where inputs vary in shape, --sizes tokens=16,64,256 measures every batch size at each of these sizes, by the file's
     own names.
 
+    MODEL may be a workload (workload.yaml): each of its models is measured with its own options, weights and sizes.
+
     With --generates, what is measured is a step of a language model: a folder that save_pretrained wrote, or
     transformers/TYPE with random weights.
 
@@ -124,7 +134,11 @@ def command(
     )
     if not models:
         raise refused("MODEL", None, "name at least one model", "Write for example `tenuto profile resnet50`.")
-    requests = _requests(models, settings.pop("names"), settings)
+    names = settings.pop("names")
+    if any(model.endswith((".yaml", ".yml")) for model in models):
+        requests = _of_workload(models, names, settings)
+    else:
+        requests = _requests(models, names, settings)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     writer = ProfileWriter(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
@@ -174,6 +188,59 @@ def _requests(models: tuple[str, ...], names: tuple[str, ...], settings: Mapping
         requests.append(request)
     raise_if_any(problems)
     return requests
+
+
+def _of_workload(models: tuple[str, ...], names: tuple[str, ...], settings: Mapping[str, Any]) -> list[MeasureRequest]:
+    """Return what to measure of each model of a workload, once for each profile row. Options of the command go before
+    those of the workload. What generates, or has its latency in the workload, is left out.
+
+    Raises:
+        InvalidInputError: the workload cannot be read, has no such models, or none to measure.
+    """
+    if len(models) > 1 or settings["weights_path"] is not None:
+        rule, cure = "is a workload, which is given alone", "Leave other MODELs and --weights away."
+        raise refused("MODEL", " ".join(models), rule, cure)
+    workload = Workload.load(models[0])
+    known = [spec.name for spec in workload.models]
+    raise_if_any(
+        Problem("--name", name, "is not in the workload", one_of(name, known, "It has:"))
+        for name in names
+        if name not in known
+    )
+    given, options = parse_sizes(settings["sizes"]), parse_pairs(settings["options"])
+    requests: dict[str, MeasureRequest] = {}
+    for spec in workload.models:
+        if spec.latency is not None or spec.profile_row in requests or (names and spec.name not in names):
+            continue
+        if spec.generates is not None:
+            notice(
+                f"{spec.name} generates: measure it by `tenuto profile --generates {spec.network} --name {spec.name}`"
+            )
+            continue
+        sizes = {**dict(_sizes_of(spec)), **{name: sizes for name, sizes in given.items() if name in spec.sizes}}
+        own = {"options": {**spec.options, **options}, "sizes": sizes, "weights_path": spec.weights_path}
+        request = MeasureRequest(spec.network, **{**settings, **own}, name=spec.profile_row)
+        request.check()
+        requests[request.row] = request
+    if not requests:
+        raise refused("MODEL", models[0], "has no model to measure here", "Name others, or give --generates.")
+    return list(requests.values())
+
+
+def _sizes_of(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the sizes at which to measure a model, by name: some of those that come, as its options allow them."""
+    ranges = parse_document(
+        ShapeOptions, {"sizes": spec.options.get("sizes", {})}, origin=f"models.{spec.name}.options"
+    ).sizes
+    for name, lengths in spec.sizes.items():
+        parts = (part if part < 1.0 or lengths.most < math.inf else _NEARLY_ALL for part in _PARTS)
+        sizes = {math.ceil(lengths.quantile(part)) for part in parts}
+        if name in ranges:
+            allowed = ranges[name]
+            sizes = {
+                min(allowed.most, -(-max(allowed.least, size) // allowed.multiple) * allowed.multiple) for size in sizes
+            }
+        yield name, tuple(sorted(sizes))
 
 
 def parse_sizes(given: Sequence[str]) -> dict[str, tuple[int, ...]]:

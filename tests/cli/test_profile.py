@@ -68,6 +68,70 @@ def test_json_is_the_profile(run: Any) -> None:
     assert data["models"]["resnet50"]["fit"]["alpha_ms"] == 2
 
 
+WORKLOAD = """
+models:
+  - name: detect
+    source: net.onnx
+    rate_rps: 1
+    slo_ms: 9
+    options: {pad: {x: 0}, sizes: {height: {most: 320, least: 32, multiple: 32}}}
+    sizes: {height: {quantiles: {0: 100, 50: 150, 100: 500}}}
+  - {name: words, source: net.onnx, rate_rps: 1, slo_ms: 9, sizes: {tokens: {lognormal: {median: 40, sigma: 0.8}}}}
+  - {name: "words:2", source: net.onnx, rate_rps: 1, slo_ms: 9, share_pct: 5}
+  - {name: plain, source: resnet50, rate_rps: 1, slo_ms: 9, profile: row, weights_path: w.pt}
+  - {name: said, rate_rps: 1, slo_ms: 9, latency: {alpha_ms: 1, beta_ms: 1}}
+  - name: writes
+    source: folder
+    rate_rps: 1
+    slo: {ttft_ms: 9, tpot_ms: 9}
+    generates: {prompt_tokens: 3, output_tokens: 3}
+"""
+
+
+def test_a_workload_is_measured_with_the_options_and_sizes_of_each_model(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, MeasureRequest] = {}
+
+    def measure(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measurement:
+        asked[request.row] = request
+        return measured(request, on_point)
+
+    monkeypatch.setattr(verb, "measure_model", measure)
+    Path("workload.yaml").write_text(WORKLOAD)
+    code, _, err = run("workload.yaml", "--batch-sizes", "1,2", "--option", "dtype=bf16", "-o", "p.yaml")
+    assert code == 0
+    assert "writes generates: measure it by `tenuto profile --generates folder --name writes`" in err
+    assert list(asked) == list(Profile.load("p.yaml").models) == ["detect", "words", "row"]
+    assert asked["detect"].sizes == {"height": (160, 320)}
+    assert asked["words"].sizes == {"tokens": (40, 112, 474)}  # the median, 90 % and 99.9 %
+    assert asked["detect"].options["pad"] == {"x": 0}
+    assert asked["words"].options == {"dtype": "bf16"}
+    assert (asked["row"].source, asked["row"].weights_path, asked["row"].sizes) == ("resnet50", "w.pt", {})
+    assert {request.batch_sizes for request in asked.values()} == {(1, 2)}
+    asked.clear()
+    code, _, _ = run(
+        "workload.yaml", "--name", "words", "--sizes", "tokens=8,16", "--sizes", "height=9", "-o", "q.yaml"
+    )
+    assert (code, {row: request.sizes for row, request in asked.items()}) == (0, {"words": {"tokens": (8, 16)}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["workload.yaml", "resnet50"], "is a workload, which is given alone"),
+        (["workload.yaml", "--weights", "w.pt"], "is a workload, which is given alone"),
+        (["workload.yaml", "--name", "word"], "Did you mean 'words'"),
+        (["workload.yaml", "--name", "said"], "has no model to measure here"),
+        (["other.yaml"], "other.yaml"),
+    ],
+)
+def test_a_workload_that_cannot_be_measured_is_refused(run: Any, arguments: list[str], said: str) -> None:
+    Path("workload.yaml").write_text(WORKLOAD)
+    code, _, err = run(*arguments)
+    assert (code, said in err) == (2, True), err
+
+
 def test_factories_of_one_name_are_told_apart(run: Any) -> None:
     code, _, _ = run("own.mine:factory", "other.mine:factory", "--name", "a", "--name", "b", "-o", "own.yaml")
     assert (code, set(Profile.load("own.yaml").models)) == (0, {"a", "b"})

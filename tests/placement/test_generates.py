@@ -99,6 +99,15 @@ def test_a_column_that_cannot_be_read_is_refused(form: Any, text: str, said: str
         workload(generates={"prompt_tokens": {"trace": "nowhere.csv", "column": "n"}} | OUT)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantile_is_that_of_the_drawn_ones(form: Any) -> None:
+    lengths = Lengths.model_validate(form)
+    drawn = lengths.draw(200_000, np.random.default_rng(0))
+    for part in (0.1, 0.5, 0.9):
+        assert lengths.quantile(part) == pytest.approx(np.quantile(drawn, part), rel=0.02)
+    assert lengths.quantile(1.0) == lengths.most
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
