@@ -1,4 +1,5 @@
-"""The networks of examples/real behind a gateway, several sizes at once, against direct runs in ONNX Runtime.
+"""The networks of examples/real behind a gateway, several sizes at once, against direct runs in ONNX Runtime and
+transformers.
 
 A request that ran alone gets the direct run's answer to the bit. One that shared a run may differ by what ONNX Runtime
 rounds otherwise in a batch: at most `IN_A_BATCH` of the largest value. Skipped until `examples/real/install` has run.
@@ -22,6 +23,7 @@ from tests.deployments.entry.test_bytes import Served
 from tests.deployments.gpulet.test_streaming_gpulet import make_plan
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "real"
+LANGUAGE = EXAMPLE / "networks" / "smollm"
 WORKLOAD = Workload.load(EXAMPLE / "workload.yaml")
 IN_A_BATCH = 0.01
 TYPES = {"float32": "FP32", "int32": "INT32", "int64": "INT64"}
@@ -130,3 +132,44 @@ async def test_texts_of_several_lengths_get_the_embeddings_of_transformers() -> 
     worst = float(np.abs(found - np.array(expected)).max())
     print(f"sentences: {worst:.2g}")
     assert worst <= 1e-5
+
+
+@pytest.mark.skipif(not LANGUAGE.exists(), reason="networks/smollm is not unpacked, see examples/real/README.md")
+async def test_the_language_model_writes_what_transformers_writes() -> None:
+    torch = pytest.importorskip("torch")
+    from tenuto.profiles.networks.text_networks import prepare_transformers
+
+    prepare_transformers()
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(LANGUAGE)
+    network = transformers.AutoModelForCausalLM.from_pretrained(LANGUAGE).eval()
+
+    def written(prompt: str) -> str:
+        tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        with torch.inference_mode():
+            made = network.generate(**tokens, max_new_tokens=10, do_sample=False)
+        text: str = tokenizer.decode(made[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+        return text
+
+    lengths = {"prompt_tokens": 20, "output_tokens": 10, "max_sequences": 2, "max_batch_tokens": 64}
+    replica = {"name": "m", "batch_size": 2, "kv_tokens": 1024}
+    data = make_plan("cpu", source=str(LANGUAGE)).to_data()
+    data["gpulets"][0]["models"] = [replica]
+    slo = {"ttft_ms": 60_000, "tpot_ms": 60_000}
+    data["streaming"] = False
+    data["models"] = [{"name": "m", "source": str(LANGUAGE), "rate_rps": 1, "slo": slo, "generates": lengths}]
+    served = Served()
+    await served.start(Plan.from_data(data))
+    prompts = ["The capital of France is", "Two notes that are held together make", "The"]
+    asked = {"model": "m", "max_tokens": 10, "temperature": 0}
+    completed = await asyncio.gather(
+        *(served.client.post("/v1/completions", json={**asked, "prompt": prompt}) for prompt in prompts)
+    )
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = (await served.client.post("/v1/chat/completions", json={**asked, "messages": messages})).json()
+    await served.close()
+    assert [each.json()["choices"][0]["text"] for each in completed] == [written(prompt) for prompt in prompts]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert answer["choices"][0]["message"]["content"] == written(chat)
+    assert "Paris" in answer["choices"][0]["message"]["content"]
