@@ -286,12 +286,13 @@ class LoadedModel:
     one tensor, or a tuple of tensors in the order of the outputs. Tensors of bytes are numpy arrays of objects, each of
     them `bytes`. A row of an output must depend only on the same row of the inputs, because requests of different
     clients share a batch; where inputs are padded, not on the padding either. If there is an `onnx_file`, it runs
-    instead of the module, which is empty then.
+    instead of the module, which is empty then; `onnx_data` are the files with its weights, if they are not in it.
     """
 
     module: torch.nn.Module
     signature: ModelSignature
     onnx_file: str | None = None
+    onnx_data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

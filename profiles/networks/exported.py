@@ -140,23 +140,24 @@ def _onnx(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedMod
     except Exception as error:  # the library's own errors have no other common base
         cure = next((cure for words, cure in _ONNX_CURES.items() if words in str(error)), "Give a complete ONNX model.")
         raise _unusable(path, error, cure) from error
-    rows = _table_rows(path)
+    rows, data = _tables_and_data(path)
     inputs, outputs = (
         [_FileTensor(t.name, ONNX_TYPES.get(t.type, t.type), tuple(t.shape), rows.get(t.name)) for t in some]
         for some in (session.get_inputs(), session.get_outputs())
     )
     signature = _signature(path, inputs, outputs, options, {}, unlimited)
-    return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()))
+    return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()), onnx_data=data)
 
 
-def _table_rows(path: Path) -> dict[str, int]:
-    """Return how many rows the smallest table has that an input of an ONNX file is an index of; inputs of which nothing
-    says so are left out, and all are where the package `onnx` is missing."""
+def _tables_and_data(path: Path) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return how many rows the smallest table has that an input of an ONNX file is an index of, and the files beside it
+    with weights. Inputs of which nothing says so are left out; nothing is known without the package `onnx`."""
     try:
         import onnx
     except ModuleNotFoundError:
-        return {}
+        return {}, ()
     graph = onnx.load(str(path), load_external_data=False).graph
+    data = {one.value for weight in graph.initializer for one in weight.external_data if one.key == "location"}
     tables = {weight.name: weight.dims[0] for weight in graph.initializer if weight.dims}
     inputs = {value.name: value.name for value in graph.input}  # of which input a value has the elements
     rows: dict[str, int] = {}
@@ -173,7 +174,7 @@ def _table_rows(path: Path) -> dict[str, int]:
                 if node.input[at] in inputs and node.input[table] in tables:
                     index = inputs[node.input[at]]
                     rows[index] = min(tables[node.input[table]], rows.get(index, tables[node.input[table]]))
-    return rows
+    return rows, tuple(str(path.parent / name) for name in sorted(data))
 
 
 _LACKS = "It has an operator that this ONNX Runtime lacks: install a build that has it, or export it without."

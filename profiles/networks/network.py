@@ -131,7 +131,7 @@ class LoneModel:
                 with_tensorrt=options.runtime == "tensorrt",
                 is_plain=signature.is_plain,
             )
-            self.weights_mib = file.stat().st_size / 2**20
+            self.weights_mib = sum(each.stat().st_size for each in (file, *map(Path, loaded.onnx_data))) / 2**20
             return
         if options.fold_batch_norms:
             module = self._folded(module)

@@ -316,9 +316,33 @@ def test_what_onnx_runtime_does_not_take_is_refused_with_what_helps(tmp_path: Pa
     model.ir_version = 9
     onnx.save(model, source, save_as_external_data=True, location="weights.bin", size_threshold=0)
     assert build(source).signature.inputs[0].shape == (2,)
+    files = [Path(source), tmp_path / "weights.bin"]
+    assert load(source).network.weights_mib == sum(file.stat().st_size for file in files) / 2**20
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(InvalidInputError, match="Its weights lie in files of their own"):
         build(source)
+
+
+def test_a_quantised_network_gives_what_a_direct_run_gives(tmp_path: Path) -> None:
+    """Weights and activations in int8, as ONNX Runtime's own tools write them (QDQ)."""
+    weights = np.random.default_rng(0).integers(-128, 128, (4, 3)).astype(np.int8)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["x8"]),
+        helper.make_node("DequantizeLinear", ["x8", "step", "zero"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["w8", "step", "zero"], ["wq"]),
+        helper.make_node("MatMul", ["xq", "wq"], ["product"]),
+        helper.make_node("QuantizeLinear", ["product", "step", "zero"], ["y8"]),
+        helper.make_node("DequantizeLinear", ["y8", "step", "zero"], ["y"]),
+    ]
+    shapes: dict[str, tuple[int, Shape]] = {"x": (FLOAT, ("batch", "n", 4))}
+    made: dict[str, tuple[int, Shape]] = {"y": (FLOAT, ("batch", "n", 3))}
+    step, zero = np.float32(0.02), np.int8(3)
+    source = save(tmp_path, nodes, shapes, made, w8=weights, step=step, zero=zero)
+    runner, plain = load(source, sizes={"n": 8}, pad={"x": 0}), directly(source)
+    rows = [{"x": np.random.default_rng(n).standard_normal((n, 4), dtype=np.float32)} for n in (1, 8, 3, 8)]
+    for row, answer in zip(rows, run(runner, rows), strict=True):
+        assert (answer["y"] != 0).any()
+        np.testing.assert_array_equal(answer["y"], plain({"x": row["x"][None]})["y"][0])
 
 
 def test_texts_vary_in_number_too(tmp_path: Path) -> None:
