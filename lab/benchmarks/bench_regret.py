@@ -3,7 +3,8 @@
 What is drawn is said in `regret_scenarios.py`. Design scenarios have a fixed seed and are for finding rules. Judging
 scenarios take their seed from the hash of the commit in which the rule was frozen, so that nobody can have looked.
 
-    python lab/benchmarks/bench_regret.py [--quick] [--count 60] [--judge COMMIT] [--wide] [--keep FILE] [--worst 10]
+    python lab/benchmarks/bench_regret.py [--quick] [--count 60] [--judge COMMIT] [--wide] [--sized] [--keep FILE]
+        [--worst 10]
 
 Regret: the best attainment of all others minus one's own. Attainment: requests (or calls of an application) answered in
 time over those offered after the warm-up, a fifth of the run. With `--keep` results are kept, and not computed again.
@@ -59,6 +60,7 @@ def more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=None, help=f"per scenario, at least (default {REQUESTS})")
     parser.add_argument("--judge", metavar="COMMIT", help="judging scenarios, by the commit that froze the rule")
     parser.add_argument("--wide", action="store_true", help="models whose SLOs lie 10 to 100 times apart")
+    parser.add_argument("--sized", action="store_true", help="about half of the models vary in size")
     parser.add_argument("--keep", type=Path, help="a file that keeps results, one JSON object per line")
     parser.add_argument("--worst", type=int, default=5, help="so many of the scenarios with the largest regret")
 
@@ -72,7 +74,7 @@ def main() -> None:
     kept = {(row.scenario, row.contestant): row for row in _read(chosen.keep)}
     rows: list[Row] = []
     for number in range(chosen.first, chosen.first + count):
-        scenario = draw(seed, number, requests, wide=chosen.wide)
+        scenario = draw(seed, number, requests, wide=chosen.wide, sized=chosen.sized)
         for contestant in CONTESTANTS:
             row = kept.get((scenario.name, contestant))
             if row is None:

@@ -6,14 +6,16 @@ and 0.4, on-off bursts, or a mixture. On top, each in about a fifth of the scena
 two to four gpu-lets per GPU, load steps, applications, programs of several models.
 
 `wide` scenarios have 2 models or more whose SLOs lie 10 to 100 times apart, so that some cannot wait for the batches of
-others.
+others. In `sized` ones about half of the models vary in size: a batch costs fixed + slope * size * requests, sizes are
+lognormal (sigma 0.3 to 1.2), and each of four to eight size classes is the square root of two times the next smaller
+one. The rivals take each class for a model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,8 @@ from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application, Stage
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.generates import Lengths
+from tenuto.placement.workload import size_parts
 
 __all__ = ["FLAGS", "Ran", "Scenario", "draw", "run"]
 
@@ -33,6 +37,8 @@ FLAGS = ("network", "unequal", "shared", "steps", "applications", "programs")
 ARRIVALS = ("uniform", "poisson", "gamma 0.1", "gamma 0.4", "on-off", "mixed")
 MOST_RPS = 20_000.0  # a dispatcher in Python carries no more; faster scenarios are slowed down as a whole
 REQUESTS = 40_000
+MEAN_SIZE = 100.0
+STEP = 2**0.5  # each size class over the next smaller one
 LEAST_SLOS = 60.0  # a run lasts so many of the longest SLO
 
 
@@ -50,6 +56,7 @@ class Scenario:
     load: float
     arrivals: str
     flags: frozenset[str]
+    sized: int = 0  # models that vary in size
 
     def families(self) -> list[str]:
         """Return what it belongs to, for the breakdown."""
@@ -59,6 +66,7 @@ class Scenario:
             f"load {'below 0.8' if self.load < 0.8 else '0.8 to 1' if self.load < 1.0 else 'above 1'}",
             f"gpu-lets {'1-2' if gpulets < 3 else '3-8' if gpulets < 9 else '9 and more'}",
             f"models {'1' if models == 1 else '2-5' if models < 6 else '6-20'}",
+            *([f"sizes of {'all' if self.sized == models else 'some'} models"] if self.sized else []),
             *(f"with {flag}" for flag in sorted(self.flags) or ["none of these"]),
         ]
 
@@ -76,7 +84,7 @@ class Ran:
         return min(self.by_model)
 
 
-def draw(seed: int, number: int, requests: int = REQUESTS, *, wide: bool = False) -> Scenario:
+def draw(seed: int, number: int, requests: int = REQUESTS, *, wide: bool = False, sized: bool = False) -> Scenario:
     """Return scenario `number` of a series; the same numbers give the same scenario."""
     rng = np.random.default_rng([seed, number])
     flags = frozenset(flag for flag in FLAGS if rng.random() < 0.2)
@@ -112,8 +120,70 @@ def draw(seed: int, number: int, requests: int = REQUESTS, *, wide: bool = False
     load = float(rng.uniform(0.5, 1.2))
     rates = load * scale * share / share.sum()
     stretch = max(1.0, rates.sum() / MOST_RPS)
-    name = f"{seed:x}/{number}{' wide' if wide else ''}"
-    return _assemble(rng, name, flags, gpulets, groups, slo, rates, network, stretch, load, requests)
+    name = f"{seed:x}/{number}{' wide' if wide else ''}{' sized' if sized else ''}"
+    scenario = _assemble(rng, name, flags, gpulets, groups, slo, rates, network, stretch, load, requests)
+    return _with_sizes(scenario, np.random.default_rng([seed, number, 1])) if sized else scenario
+
+
+def _with_sizes(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let about half of the models vary in size, of those that are programs by themselves and no stages. A batch of
+    requests of the mean size costs what it cost."""
+    system, specs = scenario.system, list(scenario.specs)
+    stages = {app.model_name(stage) for app in scenario.applications for stage in app.stages}
+    grids: dict[int, list[int]] = {}  # by model that varies
+    models: list[Model] = []
+    begins: list[int] = []  # by model, where it or its smallest class is among all
+    for index, model in enumerate(system.models):
+        begins.append(len(models))
+        alone = next((p for p, program in enumerate(system.programs) if program.members == (index,)), None)
+        if alone is None or model.name in stages or rng.random() < 0.5:
+            models.append(model)
+            continue
+        sigma, classes = float(rng.uniform(0.3, 1.2)), int(rng.integers(4, 9))
+        median = MEAN_SIZE * math.exp(-sigma * sigma / 2.0)
+        hosts = [hosts[alone] for hosts in system.distinct_hosts() if alone in hosts]
+        most = round(min(median * math.exp(2.5 * sigma), *(_largest(host, model, system.network) for host in hosts)))
+        grid = grids[index] = sorted({math.ceil(most / STEP**n) for n in range(classes)})
+        form = {"lognormal": {"median": median, "sigma": sigma, "most": most}}
+        specs[index] = specs[index].model_copy(update={"sizes": {"size": Lengths.model_validate(form)}})
+        parts = size_parts(specs[index], ["size"], [(size,) for size in grid])
+        rate = model.rate_rps or 0.0
+        models += [
+            replace(model, rate_rps=rate * p or None, sizes=(size,)) for size, p in zip(grid, parts, strict=True)
+        ]
+    programs: list[ScheduledProgram] = []
+    hosted: dict[int, dict[int, Host]] = {id(hosts): {} for hosts in system.distinct_hosts()}
+    for number, program in enumerate(system.programs):
+        grid = grids.get(program.members[0], [0])
+        for n, size in enumerate(grid):
+            for hosts in system.distinct_hosts():
+                if number in hosts:
+                    longest_ms = system.models[program.members[0]].slo_ms
+                    host = hosts[number]
+                    hosted[id(hosts)][len(programs)] = _sized_host(host, size, longest_ms) if size else host
+            programs.append(ScheduledProgram(program.name, tuple(begins[member] + n for member in program.members)))
+    gpulets = tuple(replace(gpulet, hosts=hosted[id(gpulet.hosts)]) for gpulet in system.gpulets)
+    sized = System(tuple(models), gpulets, system.network, tuple(programs), system.objective)
+    return replace(scenario, system=sized, specs=tuple(specs), sized=len(grids))
+
+
+def _line(host: Host) -> tuple[float, float]:
+    """Return the fixed time of a batch, and the time of a request of the mean size in it."""
+    first, *more = host.latency_ms[1:3]
+    slope = more[0] - first if more else first / 2.0
+    return first - slope, slope
+
+
+def _largest(host: Host, model: Model, network: NetworkDelay) -> float:
+    """Return the largest size whose request alone leaves a quarter of its SLO."""
+    (fixed, slope), delay_ms = _line(host), network.ctrl_ms + network.data_ms_per_request + network.response_ms
+    return MEAN_SIZE * ((model.slo_ms - delay_ms) / 1.33 / host.slowdown - fixed) / slope
+
+
+def _sized_host(host: Host, size: int, slo_ms: float) -> Host:
+    fixed, slope = _line(host)
+    steps = [fixed + slope * size / MEAN_SIZE * batch for batch in range(1, 400)]
+    return Host((0.0, *(ms for ms in steps if ms * host.slowdown <= slo_ms)), host.slowdown)
 
 
 def _log_int(rng: np.random.Generator, low: int, high: int) -> int:
