@@ -45,7 +45,7 @@ def shaped_runs(signature: ModelSignature, blocks: Blocks) -> list[ShapedRun]:
     shared = [tensor.name for tensor in signature.inputs if tensor.axis is None] if _has_batch(signature) else []
     equal = [tuple(np.asarray(inputs[name][row]).tobytes() for name in shared) for row in range(len(own))]
     runs = []
-    for rows in rows_by_run(signature, own, equal):
+    for rows in rows_by_run(signature, own, equal if shared else ()):
         sizes = common_sizes(signature, [own[row] for row in rows])
         named = dict(zip(signature.sizes, sizes, strict=True))
         filled = [*rows, *rows[-1:] * ((signature.batch or 0) - len(rows))]
@@ -61,9 +61,12 @@ def rows_by_run(
     beside the shape for rows to share a run."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     firm = [name not in signature.padded_sizes for name in signature.sizes]
-    for row, sizes in enumerate(own):
-        key = *itertools.compress(sizes, firm), *(equal[row] if equal else ())
-        groups.setdefault(key, []).append(row)
+    if any(firm) or equal:
+        for row, sizes in enumerate(own):
+            key = *itertools.compress(sizes, firm), *(equal[row] if equal else ())
+            groups.setdefault(key, []).append(row)
+    elif own:
+        groups[()] = [*range(len(own))]
     most = signature.batch or len(own) if _has_batch(signature) else 1
     for group in groups.values():
         ordered = sorted(group, key=own.__getitem__)
