@@ -41,10 +41,11 @@ def checkout() -> Path:
 
 
 def read_sources(root: Path) -> Iterator[Source]:
-    """Yield every module below a root. Links are not followed, so that each module counts once."""
+    """Yield every module below a root, without those of packages that an example has installed. Links are not followed,
+    so that each module counts once."""
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root)
-        is_hidden = any(part.startswith(".") or part == "build" for part in path.parts)
+        is_hidden = any(part.startswith(".") or part in ("build", "packages") for part in path.parts)
         is_linked = any((root / Path(*path.parts[:depth])).is_symlink() for depth in range(1, len(path.parts)))
         if not is_hidden and not is_linked:
             yield Source(path, file.read_text(encoding="utf-8"))
