@@ -73,9 +73,9 @@ class ModelOnGpu:
         gpu: Gpu,
         profile: ModelProfile,
         row: _Row | None = None,
-        classes: Sequence[tuple[Mapping[str, int], _Row]] = (),
+        classes: Sequence[tuple[Mapping[str, int], bool, _Row]] = (),
     ) -> None:
-        """`classes` has the sizes and the row of each size class, smallest first."""
+        """`classes` has the sizes of each size class, smallest first, whether it is interpolated, and its row."""
         self.spec, self.gpu, self._classes = spec, gpu, classes
         self.name, self.slo_ms = spec.name, spec.slo_ms
         self._row = row or _Row(profile)
@@ -146,12 +146,13 @@ class ModelOnGpu:
         """Return l(b) of each size class on a share for the plan: up to the planned batch, or up to the batch of small
         requests that takes no longer than the planned one."""
         latencies = []
-        for sizes, row in self._classes:
+        for sizes, interpolated, row in self._classes:
             latency = row.latency(share_pct)[0]
             most = max(batch_size, latency.largest_batch(self.latency(share_pct).at(batch_size)))
             if isinstance(latency, LatencyTable):
                 most = min(most, latency.largest)
-            latencies.append(SizedLatency(sizes=dict(sizes), latency=latency_up_to(latency, most)))
+            up_to = latency_up_to(latency, most)
+            latencies.append(SizedLatency(sizes=dict(sizes), interpolated=interpolated, latency=up_to))
         return tuple(latencies)
 
 
@@ -211,7 +212,11 @@ def costs_of(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[s
             row = rows.setdefault(id(profile), _Row(profile))
             sized = profile_by_size(spec, kind, profiles)
             classes = [
-                (dict(zip(sized.size_names, sizes, strict=True)), rows.setdefault(id(padded), _Row(padded)))
+                (
+                    dict(zip(sized.size_names, sizes, strict=True)),
+                    sizes not in sized.measured_sizes,
+                    rows.setdefault(id(padded), _Row(padded)),
+                )
                 for sizes, padded in sized.by_class.items()
             ]
             costs[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row, classes)

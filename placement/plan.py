@@ -224,6 +224,8 @@ class Plan(StrictModel):
                 _drop(group, **_DEFAULTS[MergedGroup])
             for replica in gpulet["models"]:
                 _drop(replica, **_DEFAULTS[Replica] | {"by_size": []})
+                for each in replica.get("by_size", ()):
+                    _drop(each, interpolated=False)
         _drop(data, drained=[], streaming=False, objective="weighted", overcommits=False, believed=None)
         _drop(data["expected"], assumptions=[], losses=[])
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]

@@ -25,9 +25,11 @@ Basis = Literal["measured", "sum"]
 
 
 class SizedLatency(StrictModel):
-    """l(b) of batches that are padded to these sizes, up to the largest batch that will run."""
+    """l(b) of batches that are padded to these sizes, up to the largest batch that will run. `interpolated`: not these
+    sizes were measured, but sizes around them."""
 
     sizes: dict[str, Annotated[int, Field(ge=1)]]
+    interpolated: bool = False
     latency: LatencyField
 
 

@@ -6,7 +6,7 @@ A profile never invents a number: between measured points it interpolates, outsi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self
 
@@ -18,7 +18,7 @@ from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.latency import LatencyTable, LinearLatency, between_shares
 from tenuto.profiles.mig_instances import ALL_GPCS, InstanceType, instance_type_of
-from tenuto.profiles.size_classes import Sizes, class_of, in_order
+from tenuto.profiles.size_classes import Sizes, class_of, classes_by_cost, corners, in_order
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -53,6 +53,14 @@ class Fit(StrictModel):
     max_error_pct: float | None = None
 
 
+class SizeFit(StrictModel):
+    """How well l(b) between the measured sizes is known: so far is it off where a measured size that has others on both
+    sides is left out and computed from these."""
+
+    mean_error_pct: float
+    max_error_pct: float
+
+
 class Measured(StrictModel):
     """Where and when a profile was measured."""
 
@@ -64,6 +72,17 @@ class Measured(StrictModel):
 
 OCCUPANCIES = ("achieved_occupancy_pct", "wavg_ach_occ_pct")
 """Metrics of a point that are measured by counters or estimated from launch configurations (`occupancy_estimated`)."""
+
+
+_USUAL_BATCH = 8  # derived: the largest batch measured by default; size classes are close in what it costs
+
+# What is left out of a point that was not measured at one size of requests.
+_NOT_OF_ONE_SIZE: Mapping[str, Any] = {
+    "sizes": {},
+    "processes_ms": {},
+    "latency_spread_ms": None,
+    "throughput_rps": None,
+}
 
 
 class ModelProfile(StrictModel):
@@ -81,6 +100,8 @@ class ModelProfile(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)  # the model's options when measured, such as sequence_length
     run: dict[str, Any] | None = None  # all options of how it was run when measured; None: not known
     pads: bool = True  # whether requests that vary in size can be padded to a larger one
+    multiples: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)  # of which sizes are; else of 1
+    size_fit: SizeFit | None = None
 
     @model_validator(mode="after")
     def _same_sizes(self) -> ModelProfile:
@@ -161,13 +182,25 @@ class ModelProfile(StrictModel):
         return tuple(self.points[0].sizes) if self.points else ()
 
     @cached_property
-    def size_classes(self) -> tuple[Sizes, ...]:
+    def measured_sizes(self) -> tuple[Sizes, ...]:
         """The measured sizes in the order of `size_names`, smallest first; empty for fixed shapes."""
         return in_order(tuple(point.sizes.values()) for point in self.points) if self.size_names else ()
 
+    @cached_property
+    def size_classes(self) -> tuple[Sizes, ...]:
+        """Sizes that batches are padded to, in the same order: of the measured ones and between them, close in cost."""
+        if not self.size_names:
+            return ()
+        keys = set.intersection(*({*points} for points in self._by_sizes.values()))
+        usual = max((key for key in keys if key[2] <= _USUAL_BATCH), key=lambda key: (key[0], key[2]), default=None)
+        if usual is None:
+            return self.measured_sizes
+        multiples = [self.multiples.get(name, 1) for name in self.size_names]
+        return classes_by_cost({c: points[usual].latency_ms for c, points in self._by_sizes.items()}, multiples)
+
     def padded_to(self, sizes: Mapping[str, int]) -> ModelProfile:
-        """Return the profile of batches whose requests have at most these sizes: that of the smallest measured sizes
-        which cover them, as batches are padded to these. Nothing is interpolated between sizes.
+        """Return the profile of batches whose requests have at most these sizes: that of the smallest class which
+        covers them.
 
         Raises:
             MissingProfileError: it is not measured by these sizes, or not up to them.
@@ -184,10 +217,55 @@ class ModelProfile(StrictModel):
     @cached_property
     def by_class(self) -> Mapping[Sizes, ModelProfile]:
         """The profile at each of `size_classes`, in their order, with points of fixed shape; empty if it has none."""
-        points: dict[Sizes, list[ProfilePoint]] = {sizes: [] for sizes in self.size_classes}
-        for point in self.points if points else ():
-            points[tuple(point.sizes.values())].append(point.model_copy(update={"sizes": {}}))
+        points = {sizes: self._points_at(sizes, self.measured_sizes) for sizes in self.size_classes}
         return {c: self.model_copy(update={"points": tuple(each), "fit": None}) for c, each in points.items()}
+
+    @cached_property
+    def _by_sizes(self) -> Mapping[Sizes, Mapping[tuple[float, int | None, int], ProfilePoint]]:
+        """The points at each of the measured sizes, by share, MIG instance and batch size."""
+        points: dict[Sizes, dict[tuple[float, int | None, int], ProfilePoint]] = {c: {} for c in self.measured_sizes}
+        for point in self.points if points else ():
+            points[tuple(point.sizes.values())][point.share_pct, point.mig_gpcs, point.batch_size] = point
+        return points
+
+    def _points_at(self, sizes: Sizes, grid: Sequence[Sizes]) -> list[ProfilePoint]:
+        """Return the points of fixed shape at some sizes, interpolated between those of `grid` around them: of the
+        batches that were measured at all of these. Memory is that of the largest of them."""
+        axes = [sorted(set(values)) for values in zip(*grid, strict=True)]
+        around = [(self._by_sizes[corner], weight) for corner, weight in corners(axes, sizes)]
+        if len(around) == 1:
+            return [point.model_copy(update={"sizes": {}}) for point in around[0][0].values()]
+        interpolated = []
+        for key in around[0][0]:
+            points = [(known[key], weight) for known, weight in around if key in known]
+            if len(points) == len(around):
+                memory = [point.memory_mib for point, _ in points if point.memory_mib is not None]
+                update = {
+                    **_NOT_OF_ONE_SIZE,
+                    "latency_ms": sum(weight * point.latency_ms for point, weight in points),
+                    "memory_mib": max(memory, default=None),
+                }
+                interpolated.append(points[-1][0].model_copy(update=update))
+        return interpolated
+
+    def fit_sizes(self) -> SizeFit | None:
+        """Return how well l(b) between the measured sizes is known; None where no measured size is between others."""
+        errors = []
+        for axis in range(len(self.size_names)):
+            lines: dict[Sizes, list[Sizes]] = {}
+            for sizes in sorted(self.measured_sizes):
+                lines.setdefault((*sizes[:axis], *sizes[axis + 1 :]), []).append(sizes)
+            for line in lines.values():
+                for place in range(1, len(line) - 1):
+                    measured = self._by_sizes[line[place]]
+                    for point in self._points_at(line[place], (line[place - 1], line[place + 1])):
+                        key = point.share_pct, point.mig_gpcs, point.batch_size
+                        if key in measured:
+                            errors.append(100.0 * abs(point.latency_ms / measured[key].latency_ms - 1.0))
+        if not errors:
+            return None
+        mean, most = sum(errors) / len(errors), max(errors)
+        return SizeFit(mean_error_pct=round(mean, 2), max_error_pct=round(most, 2))  # format: hundredths
 
     def mean_over(self, parts: tuple[float, ...]) -> ModelProfile:
         """Return the profile with the mean latency over `size_classes` and the memory of the largest class.
@@ -215,13 +293,7 @@ class ModelProfile(StrictModel):
             points = [by_key[key] for by_key in keys]
             memory = [point.memory_mib for point in points if point.memory_mib is not None]
             latency_ms = sum(part * p.latency_ms for (part, _), p in zip(chosen, points, strict=True)) / sum(parts)
-            update = {
-                "latency_ms": latency_ms,
-                "processes_ms": {},
-                "latency_spread_ms": None,
-                "throughput_rps": None,
-                "memory_mib": max(memory, default=None),
-            }
+            update = {**_NOT_OF_ONE_SIZE, "latency_ms": latency_ms, "memory_mib": max(memory, default=None)}
             means.append(points[-1].model_copy(update=update))
         return tuple(means)
 

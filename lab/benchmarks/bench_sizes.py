@@ -2,7 +2,9 @@
 
 Each scenario has one model with lognormal sizes (sigma 0.3 to 1.2) on 1 to 8 GPUs at 0.3 to 1.3 of the fluid bound's
 capacity. A batch costs l(b, n) = fixed + slope * work, where work is linear in b * n, tiled (whole tiles of b * n) or
-quadratic in n. All contestants but *equal shapes* pad to a grid of twelve sizes, each smaller by the root of two.
+quadratic in n. All contestants but *equal shapes* know what batches of twelve sizes cost, each smaller by the root of
+two. Rivals pad to this grid. *Joining* has the size classes of a profile: the grid, and others between, whose cost is
+interpolated. Batches take what they really cost.
 
     python lab/benchmarks/bench_sizes.py [--quick] [--count 40] [--judge COMMIT] [--keep FILE] [--highest] [--overload]
 
@@ -30,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scenes import arguments, print_machine
 
+from tenuto.batching.core.build import latency_steps
 from tenuto.batching.core.deferred import DeferredScheduler
 from tenuto.batching.core.eager import EagerScheduler
 from tenuto.batching.core.scheduler import Scheduler
@@ -38,13 +41,14 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tenuto.placement import Objective
+from tenuto.profiles import ModelProfile
 from tenuto_lab.rivals.sorted_buckets import SortedBucketsScheduler
 
 DESIGN_SEED = 1
 REQUESTS = 8_000
 COSTS = ("linear", "tiled", "quadratic")
 ARRIVALS = ("poisson", "gamma 0.4", "on-off")
-GRID, STEP = 12, 2**0.5  # size classes: the largest size, and each next one so many times smaller
+GRID, STEP = 12, 2**0.5  # the grid: the largest size, and each next one so many times smaller
 MOST_BATCH = 128
 POINT = 0.01
 LEAST_PART = 0.99
@@ -78,11 +82,18 @@ class Scenario:
     load: float
     seed: int
 
-    def system(self, sizes: Iterable[int], objective: Objective = "total", *, joins: bool) -> System:
-        """Return the system with these sizes as classes."""
+    def system(
+        self, sizes: Iterable[int], objective: Objective = "total", *, joins: bool, profile: ModelProfile | None = None
+    ) -> System:
+        """Return the system with these sizes as classes: what they cost by a profile, or really."""
         classes = sorted(set(sizes))
         models = tuple(Model("m", self.slo_ms, None, sizes=(size,), joins=joins) for size in classes)
-        hosts = {place: Host(self._steps(size)) for place, size in enumerate(classes)}
+        hosts = {}
+        for place, size in enumerate(classes):
+            steps = self._steps(size)
+            if profile is not None:
+                steps = latency_steps(profile.by_class[(size,)].latency(), 0.0, len(steps) - 1)
+            hosts[place] = Host(steps)
         gpulets = tuple(ScheduledGpulet(f"g{n}", f"g{n}", hosts) for n in range(self.gpus))
         return System(models, gpulets, objective=objective)
 
@@ -91,6 +102,15 @@ class Scenario:
         while len(steps) <= MOST_BATCH and self.cost(len(steps), size) <= self.slo_ms:
             steps.append(self.cost(len(steps), size))
         return tuple(steps)
+
+    def profile(self, sizes: Iterable[int]) -> ModelProfile:
+        """Return what was measured of the model at these sizes."""
+        points = [
+            {"batch_size": batch, "sizes": {"n": size}, "latency_ms": self.cost(batch, size)}
+            for size in sorted(set(sizes))
+            for batch in range(1, MOST_BATCH + 1)
+        ]
+        return ModelProfile.model_validate({"points": points})
 
     def least_ms(self, size: int) -> float:
         """Return the least GPU time of a request of this size."""
@@ -174,7 +194,11 @@ def simulated(
     grid = [math.ceil(scenario.most / STEP**n) for n in range(GRID if has_grid else 1)]
     if contestant == "equal shapes":
         grid = [int(size) for size in np.unique(sizes)]
-    core = scheduler(scenario.system(grid, objective, joins=joins))
+    profile = scenario.profile(grid) if contestant == "joining" else None
+    if profile is not None:
+        grid = [size for (size,) in profile.size_classes]
+    core = scheduler(scenario.system(grid, objective, joins=joins, profile=profile))
+    core.system = scenario.system(grid, objective, joins=joins)  # what virtual gpu-lets take
     return simulate(core, times, np.zeros(len(times), dtype=np.int32), sizes=sizes)
 
 

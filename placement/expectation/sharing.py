@@ -227,7 +227,9 @@ def describe_sizes(spec: ModelSpec, replica: Replica) -> str:
     larger_pct = round(100.0 * (1.0 - sum(size_parts(spec, names, classes))), 2)  # format: of the requests
     most = ", ".join(f"{name} {size}" for name, size in zip(names, classes[-1], strict=True))
     refused = f"; {larger_pct:g} % of the requests are larger, and are refused" if larger_pct else ""
-    return f"{spec.name}: the mean latency over {len(classes)} measured sizes, up to {most}{refused}"
+    between = sum(each.interpolated for each in replica.by_size)
+    of_which = f" ({between} of them interpolated between measured ones)" if between else ""
+    return f"{spec.name}: the mean latency over {len(classes)} sizes{of_which}, up to {most}{refused}"
 
 
 def _told(replica: Replica) -> tuple[object, ...]:

@@ -28,11 +28,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Built:
-    """The model is on its device. `run` has all options of how it is run. `pads`: its inputs can be padded."""
+    """The model is on its device. `run` has all options of how it is run. `pads`: its inputs can be padded.
+    `multiples`: of which its sizes are, by name."""
 
     weights_mib: float
     run: Mapping[str, Any] = field(default_factory=dict)
     pads: bool = True
+    multiples: Mapping[str, int] = field(default_factory=dict)
     event: Literal["built"] = "built"
 
 

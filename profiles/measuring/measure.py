@@ -172,7 +172,7 @@ def measure_model(
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
-    run, pads = (before.run, before.pads) if before else (None, True)
+    run, pads, multiples = (before.run, before.pads, before.multiples) if before else (None, True, {})
     for event in _all_events(replace(request, known=known), shares):
         match event:
             case Machine():
@@ -180,6 +180,7 @@ def measure_model(
                 on_machine(event)
             case Built():
                 weights_mib, run, pads = event.weights_mib, dict(event.run), event.pads
+                multiples = dict(event.multiples)
             case ContextSize():
                 context_mib = max(event.mib, context_mib or 0.0)
             case PointMeasured():
@@ -207,8 +208,10 @@ def measure_model(
         options=dict(request.options),
         run=run or None,
         pads=pads,
+        multiples=multiples,
         weights_mib=None if weights_mib is None else round(weights_mib, 2),
     )
+    profile = profile.model_copy(update={"size_fit": profile.fit_sizes()})
     return Measurement(request.row, profile, machine, context_mib)
 
 

@@ -102,7 +102,8 @@ def measure_points(
     runner = lone_program(request.source, loaded, options, request.batch_sizes, streams)
     signature = loaded.signature
     pads = signature.padded_sizes >= {*signature.sizes}
-    report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data(), pads))
+    multiples = {name: allowed.multiple for name, allowed in signature.sizes.items() if allowed.multiple > 1}
+    report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data(), pads, multiples))
     budget_s = request.budget_s / max(1, request.left())
     instruments = _Instruments(memory, clock_s, telemetry, record, report)
     unequal: list[str] = []

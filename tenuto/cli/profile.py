@@ -331,6 +331,9 @@ def _print(profile: Profile) -> None:
     )
     for name, model in profile.models.items():
         say(_fit_text(name, model))
+        if model.size_fit is not None:
+            off = f"at most {model.size_fit.max_error_pct:.1f} %, mean {model.size_fit.mean_error_pct:.1f} %"
+            say(f"{name}: between the measured sizes, as a measured size that is left out: off by {off}")
         for doubt in model.doubts:
             say(f"  {doubt}")
 

@@ -200,8 +200,12 @@ def test_a_model_whose_requests_vary_costs_the_mean_over_the_sizes_that_come() -
     quantiles = {"quantiles": {0: 1, 50: 10.5, 100: 100}}
     spec = ModelSpec(name="encoder", rate_rps=1, slo_ms=9, sizes={"tokens": Lengths.model_validate(quantiles)})
     profiles = by_tokens(10, 100)
-    assert profile_of(spec, "cpu", profiles).latency_ms(2) == pytest.approx(0.5 * 21.0 + 0.5 * 201.0)
-    assert profile_by_size(spec, "cpu", profiles).size_classes == ((10,), (100,))
+    sized = profile_by_size(spec, "cpu", profiles)
+    classes, parts = sized.size_classes, size_parts(spec, ("tokens",), sized.size_classes)
+    assert (classes[0], classes[-1], parts[0]) == ((10,), (100,), pytest.approx(0.5))
+    mean_ms = profile_of(spec, "cpu", profiles).latency_ms(2)
+    assert mean_ms == pytest.approx(sum(part * (1 + 2 * n) for part, (n,) in zip(parts, classes, strict=True)))
+    assert mean_ms < 0.5 * 21.0 + 0.5 * 201.0  # without classes between the measured sizes
     assert size_parts(spec, ("tokens",), ((10,),)) == pytest.approx((0.5,))
     largest = profile_of(ModelSpec(name="encoder", rate_rps=1, slo_ms=9), "cpu", profiles)
     assert (largest.size_names, largest.latency_ms(2)) == ((), 201.0)  # all requests are padded to it

@@ -1,11 +1,14 @@
 """What a profile says of batches whose requests vary in size."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from tenuto.errors import MissingProfileError
 from tenuto.profiles import ModelProfile
-from tenuto.profiles.size_classes import class_of, find_classes, in_order
+from tenuto.profiles.profile import SizeFit
+from tenuto.profiles.size_classes import CLOSE, MOST_CLASSES, class_of, classes_by_cost, find_classes, in_order
 
 TOKENS = (16, 64, 256)
 
@@ -20,12 +23,14 @@ def measured(*, batches: dict[int, tuple[int, ...]] | None = None) -> ModelProfi
     return ModelProfile.model_validate({"points": points})
 
 
-def test_a_batch_costs_what_the_smallest_measured_sizes_that_cover_it_cost() -> None:
+def test_a_batch_costs_what_the_smallest_class_that_covers_it_costs() -> None:
     profile = measured()
     assert profile.size_names == ("tokens",)
-    assert profile.size_classes == ((16,), (64,), (256,))
-    for tokens, padded in ((1, 16), (16, 16), (17, 64), (256, 256)):
-        assert profile.padded_to({"tokens": tokens}).latency_ms(4) == pytest.approx(1 + 0.04 * padded)
+    assert profile.measured_sizes == ((16,), (64,), (256,))
+    for (smaller,), (tokens,) in pairwise(profile.size_classes):
+        assert profile.padded_to({"tokens": smaller + 1}) is profile.by_class[(tokens,)]
+        assert profile.padded_to({"tokens": tokens}).latency_ms(4) == pytest.approx(1 + 0.04 * tokens)
+    assert profile.padded_to({"tokens": 1}).latency_ms(4) == pytest.approx(1 + 0.04 * 16)
     assert profile.padded_to({"tokens": 64}).latency_ms(2) == pytest.approx(
         1 + 0.01 * 64 * 2
     )  # between batches: a line
@@ -52,14 +57,60 @@ def test_points_of_a_model_name_the_same_sizes() -> None:
 
 def test_the_mean_has_what_every_class_was_measured_at() -> None:
     profile = measured(batches={16: (1, 4, 8), 64: (1, 4), 256: (1, 4)})
-    mean = profile.mean_over((0.5, 0.25, 0.25))
+    parts = {16: 0.5, 64: 0.25, 256: 0.25}
+    mean = profile.mean_over(tuple(parts.get(tokens, 0.0) for (tokens,) in profile.size_classes))
     assert mean.size_names == ()
     assert mean.batch_sizes() == (1, 4)
     assert mean.latency_ms(4) == pytest.approx(1 + 0.04 * (0.5 * 16 + 0.25 * 64 + 0.25 * 256))
     assert mean.memory_mib(4) == 100 + 4 * 256
-    assert profile.mean_over((0.5, 0.25, 0.25)) is mean
+    assert profile.mean_over(tuple(parts.get(tokens, 0.0) for (tokens,) in profile.size_classes)) is mean
     # A class without requests does not count, and parts count among those that can be served.
-    assert profile.mean_over((0.9, 0.0, 0.0)).latency_ms(8) == pytest.approx(1 + 0.08 * 16)
+    smallest = (0.9, *(0.0 for _ in profile.size_classes[1:]))
+    assert profile.mean_over(smallest).latency_ms(8) == pytest.approx(1 + 0.08 * 16)
+
+
+def test_size_classes_are_close_in_cost_and_few() -> None:
+    cost = {(tokens,): 2.0 + 0.1 * tokens for tokens in TOKENS}
+    classes = classes_by_cost(cost, [8])
+    assert {*cost} < {*classes}
+    assert all(tokens % 8 == 0 for (tokens,) in classes)
+    assert all(2.0 + 0.1 * b <= CLOSE * (2.0 + 0.1 * (a + 8)) for (a,), (b,) in pairwise(classes))
+    assert classes_by_cost({(tokens,): 5.0 + 0.001 * tokens for tokens in TOKENS}, [1]) == ((16,), (256,))
+    assert classes_by_cost({(16,): 5.0, (64,): 4.0, (256,): 4.0}, [1]) == ((16,), (256,))  # a noisy measurement
+    wide = {(h, w): float(h * w) for h in (32, 320) for w in (32, 320, 640)}
+    assert 6 < len(classes_by_cost(wide, [32, 32])) <= MOST_CLASSES
+    # Where a corner was not measured, nothing is added beside it; more measured sizes than the limit all stay.
+    del wide[320, 640]
+    assert not any(h > 32 and w > 320 for h, w in classes_by_cost(wide, [1, 1]))
+    # Every measured size stays covered.
+    corner = {(1, 1): 10.0, (1, 2): 10.1, (1, 3): 10.2, (2, 1): 10.1, (2, 2): 10.2, (3, 1): 10.2}
+    assert all(class_of(classes_by_cost(corner, [1, 1]), sizes) is not None for sizes in corner)
+
+
+def test_a_batch_between_four_measured_sizes_is_interpolated_between_them() -> None:
+    def cost(h: int, w: int) -> float:
+        return 1.0 + 0.01 * h + 0.02 * w + 0.001 * h * w
+
+    points = [
+        {"batch_size": 2, "sizes": {"height": h, "width": w}, "latency_ms": cost(h, w), "memory_mib": h * w}
+        for h in (100, 300)
+        for w in (100, 200)
+    ]
+    profile = ModelProfile.model_validate({"points": points, "multiples": {"height": 10}})
+    between = [sizes for sizes in profile.size_classes if sizes not in profile.measured_sizes]
+    assert len(between) > 3
+    assert all(h % 10 == 0 for h, _ in between)
+    for h, w in between:
+        assert profile.by_class[h, w].latency_ms(2) == pytest.approx(cost(h, w))
+    assert profile.by_class[between[-1]].memory_mib(2) == 300 * 200
+
+
+def test_a_profile_says_how_far_a_size_that_was_left_out_is_off() -> None:
+    assert measured().fit_sizes() == SizeFit(mean_error_pct=0.0, max_error_pct=0.0)
+    points = [{"batch_size": 1, "sizes": {"n": n}, "latency_ms": 10.0 * n * n} for n in (1, 2, 3)]
+    off = ModelProfile.model_validate({"points": points}).fit_sizes()  # 50 at 2 by its neighbours, measured 40
+    assert off == SizeFit(mean_error_pct=25.0, max_error_pct=25.0)
+    assert ModelProfile.model_validate({"points": points[:2]}).fit_sizes() is None
 
 
 def test_the_class_of_several_sizes_is_the_smallest_that_covers_all() -> None:

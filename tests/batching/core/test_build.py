@@ -246,9 +246,10 @@ def test_a_workload_with_sizes_is_simulated_and_reported_by_model(
     files = ["--gpus", "v100:1", "--profiles", str(tmp_path / "p.yaml")]
     code, out, _ = run(["plan", str(tmp_path / "w.yaml"), *files, "-o", str(tmp_path / "plan.yaml")], capsys)
     assert code == 0
-    assert "a: the mean latency over 2 measured sizes, up to tokens 64; 7.16 % of the requests are larger" in out
+    said = "a: the mean latency over 7 sizes (5 of them interpolated between measured ones), up to tokens 64; 7.16 % of"
+    assert f"{said} the requests are larger" in out
     code, out, _ = run(["explain", str(tmp_path / "plan.yaml"), *files[2:]], capsys)
-    assert (code, "  assumes a: the mean latency over 2 measured sizes" in out) == (0, True)
+    assert (code, "  assumes a: the mean latency over 7 sizes" in out) == (0, True)
     for what in (["simulate", str(tmp_path / "plan.yaml")], ["simulate", str(tmp_path / "w.yaml"), *files]):
         code, out, _ = run([*what, "--duration-s", "20", "--json"], capsys)
         counts = json.loads(out)["models"]["a"]
