@@ -5,10 +5,10 @@ lognormal (median 40 tokens, sigma 0.8, at most 256), arrivals Poisson, the SLO 
 
     python lab/benchmarks/bench_sized_http.py [--quick] [--seconds 20] [--seed 1]
 
-* `joining`: size classes of 16 to 256 tokens, padded together by the scheduler. * `one length`: each request comes
-padded to 256 tokens. * `padded in the batch`: one class of 256 tokens in the plan, requests of their own length, which
-the runner pads to the longest of the batch. * `equal shapes`: eager batches that run by groups of equal length, without
-padding. * `one by one`: no batches, each request at its own length.
+* `joining`: the profile's size classes, measured at 16 to 256 tokens, padded together by the scheduler. * `one length`:
+each request comes padded to 256 tokens. * `padded in the batch`: one class of 256 tokens in the plan, requests of their
+own length, which the runner pads to the longest of the batch. * `equal shapes`: eager batches that run by groups of
+equal length, without padding. * `one by one`: no batches, each request at its own length.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from tenuto.placement.generates import Lengths
 from tenuto.placement.workload import size_parts
 from tenuto.profiles import ModelProfile, Profile
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, SizeRange, TensorSignature
+from tenuto.profiles.networks.text_networks import prepare_transformers
 
 PORT = 8793
 MOST, MEDIAN, SIGMA = 256, 40, 0.8
-CLASSES, BATCHES = (16, 24, 40, 64, 96, 160, MOST), (1, 2, 4, 8)
+MEASURED, BATCHES = (16, 24, 40, 64, 96, 160, MOST), (1, 2, 4, 8)
 SHARE_PCT = 50.0  # of the cores, so that server and clients have the others
 HIDDEN, LAYERS, HEADS, VOCABULARY = 384, 6, 12, 30_522
 LENGTHS = {"lognormal": {"median": MEDIAN, "sigma": SIGMA, "most": MOST}}
@@ -47,6 +48,7 @@ class Encoder(torch.nn.Module):
     """BERT, and the mean over the tokens that are no padding."""
 
     def __init__(self) -> None:
+        prepare_transformers()
         from transformers import BertConfig, BertModel
 
         super().__init__()
@@ -75,10 +77,11 @@ def encoder(*, padded: bool = True) -> LoadedModel:
 
 @dataclass(frozen=True)
 class Contestant:
-    """How requests are batched: by which classes, in which batches, under which scheduler, and what clients send."""
+    """How requests are batched: by which classes (none: the profile's), in which batches, under which scheduler, and
+    what clients send."""
 
     name: str
-    classes: Sequence[int]
+    classes: Sequence[int] = ()
     batches: Sequence[int] = BATCHES
     scheduler: str = "deferred"
     padded: bool = True
@@ -86,18 +89,18 @@ class Contestant:
 
 
 CONTESTANTS = (
-    Contestant("joining", CLASSES),
+    Contestant("joining"),
     Contestant("one length", (MOST,), sent=MOST),
     Contestant("padded in the batch", (MOST,)),
-    Contestant("equal shapes", CLASSES, scheduler="eager", padded=False),
-    Contestant("one by one", CLASSES, batches=(1,)),
+    Contestant("equal shapes", scheduler="eager", padded=False),
+    Contestant("one by one", batches=(1,)),
 )
 
 
 def measure() -> ModelProfile:
     """Return the encoder's profile at all classes."""
     file = Path(tempfile.mkdtemp(prefix="sized-http-")) / "cpu.yaml"
-    sizes, batches = (",".join(map(str, values)) for values in (CLASSES, BATCHES))
+    sizes, batches = (",".join(map(str, values)) for values in (MEASURED, BATCHES))
     asked = ["--sizes", f"tokens={sizes}", "--batch-sizes", batches, "--shares", f"{SHARE_PCT:g}", "--budget-s", "40"]
     try:
         run_verb(
@@ -124,7 +127,7 @@ def make_plan(contestant: Contestant, profile: ModelProfile, slo_ms: float) -> P
         times = {p.batch_size: p.latency_ms for p in points.points}
         return {"points": {size: times[size] for size in contestant.batches}}
 
-    chosen = tuple((size,) for size in contestant.classes)
+    chosen = tuple((size,) for size in contestant.classes) or profile.size_classes
     classes = {sizes: each for sizes, each in profile.by_class.items() if sizes in chosen}
     mean = profile.mean_over(size_parts(spec, ("tokens",), profile.size_classes))
     replica = {
@@ -155,7 +158,8 @@ def main() -> None:
     heading(f"a text encoder over HTTP, {SHARE_PCT:g} % of the cores, SLO {slo_ms:.1f} ms = 5 l(1, {MEDIAN})")
     for sizes, each in profile.by_class.items():
         times = ", ".join(f"l({p.batch_size}) {p.latency_ms:.1f}" for p in each.points)
-        print(f"  {sizes[0]:4d} tokens: {times} ms")
+        print(f"  {sizes[0]:4d} tokens: {times} ms" + (" (interpolated)" * (sizes not in profile.measured_sizes)))
+    print(f"  left out: {profile.size_fit}")
     print(f"{'':22s}" + "".join(f"{f'{rate:g} r/s':>18s}" for rate in rates) + "   (in time, goodput r/s)")
     with Launcher() as launcher:
         launcher.connect(num_gpus=1, address="local")

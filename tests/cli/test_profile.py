@@ -312,3 +312,9 @@ def test_a_file_is_measured_at_the_sizes_that_are_named(
     with pytest.raises(SystemExit, match="0"):
         main([*asked, "--sizes", "tokens=4,16", "--resume"])
     assert Profile.load("cpu.yaml").models["net"].points == points
+    assert "between the measured sizes" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main([*asked, "--sizes", "tokens=4,8,16", "--resume"])
+    net = Profile.load("cpu.yaml").models["net"]
+    assert net.size_fit == net.fit_sizes() is not None
+    assert "net: between the measured sizes, as a measured size that is left out: off by" in capsys.readouterr().out
