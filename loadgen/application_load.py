@@ -1,23 +1,27 @@
 """The requests of a run: those that arrive by the schedule, and those of applications that follow on answers.
 
-`ApplicationLoad` is data, the same for the simulator and for load clients. `Joins` is the state of one run of a load.
+`ApplicationLoad` is data. `Joins` is the state of one run of it in virtual time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.system import TIME_TOLERANCE_MS
+from tenuto.batching.applications.application_graph import ApplicationGraph
+from tenuto.batching.applications.application_run import ApplicationRun
+from tenuto.batching.applications.stage_times import StageTimes
+from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, in_order
 from tenuto.placement.workload import draw_sizes, own_demands
 
 
@@ -25,12 +29,11 @@ from tenuto.placement.workload import draw_sizes, own_demands
 class ApplicationLoad:
     """The requests of a run. With applications, requests of later stages stand behind all others, with the time NaN.
 
-    A *call* is one request of an application; its number is its place among all calls of the run. `number[r]` is the
-    number of request r in the whole run. `owner[r]` is the call of r, -1 if it belongs to none; `stage[r]` is its
-    stage. `calls` has the calls of this load by number: (application, arrival in ms).
+    A *call* is one request of an application; its number is its place among all calls of the run.
+    `owner[r]` is the call of request r, -1 if it belongs to none; `stage[r]` is its stage. `calls` has the calls by
+    number: (application, arrival in ms).
     """
 
-    number: NDArray[np.int64]
     times_ms: NDArray[np.float64]
     model_index: NDArray[np.int32]
     deadlines_ms: NDArray[np.float64]
@@ -49,86 +52,125 @@ class ApplicationLoad:
 
 
 class Joins:
-    """Which requests of one run were answered and which were given up, call by call, and how each call ended.
+    """Runs the applications of a load on the engine of virtual time (`tenuto.batching.virtual.engine.Follows`).
 
-    When a request of a call gets no answer, the call ends: its later stages are not sent any more. By call, `outcome`
-    is FAILED as long as it has not ended, `answered_ms` is NaN unless it got all answers, and `stage_ms` is how long
-    each stage took from when it was due, NaN if it is not complete.
+    By call, `outcome` is FAILED as long as it has not ended, `answered_ms` is NaN unless it got all answers, and
+    `stage_ms` is how long each stage took from when it was due, NaN if it is not complete.
     """
 
-    def __init__(self, load: ApplicationLoad, *, counted_from_ms: float = 0.0, response_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        load: ApplicationLoad,
+        *,
+        counted_from_ms: float = 0.0,
+        response_ms: float = 0.0,
+        make_run: Callable[[ApplicationGraph, float, float, StageTimes], ApplicationRun] = ApplicationRun,
+    ) -> None:
         """Begin with the first request.
 
         Args:
             load: the requests.
             counted_from_ms: end of the warm-up; only calls that arrive from then on are counted.
             response_ms: the way of an answer back to the client.
+            make_run: makes the run of a call.
         """
-        self._load = load
+        self._load, self._make_run, self._times = load, make_run, StageTimes()
         self._counted_from_ms, self._response_ms = counted_from_ms, response_ms
-        self._owner = load.owner.tolist()
-        self._stage = load.stage.tolist()
-        self._left = {
-            call: [s.usual_requests for s in load.applications[app].stages] for call, (app, _) in load.calls.items()
-        }
-        self._waits = {
-            call: [len(s.after) for s in load.applications[app].stages] for call, (app, _) in load.calls.items()
-        }
-        self._later = [
-            [[i for i, other in enumerate(app.stages) if stage.label in other.after] for stage in app.stages]
-            for app in load.applications
-        ]
+        self._graphs = [ApplicationGraph.of(application) for application in load.applications]
+        self._owner, self._stage, self._deadlines_ms = load.owner.tolist(), load.stage.tolist(), load.deadlines_ms
         self._rows: dict[tuple[int, int], list[int]] = {}
-        for row in range(load.planned, len(self._owner)):
-            self._rows.setdefault((self._owner[row], self._stage[row]), []).append(row)
+        for row, (call, stage) in enumerate(zip(self._owner, self._stage, strict=True)):
+            self._rows.setdefault((call, stage), []).append(row)
+        self._runs: dict[int, ApplicationRun] = {}  # those under way, by call
+        self._sent: dict[int, set[int]] = {}  # their requests that have no answer, by call
         self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
-        stages = len(load.calls), max((len(app.stages) for app in load.applications), default=0)
         self.outcome = np.full(len(load.calls), Outcome.FAILED, np.int8)
-        self.answered_ms, self.stage_ms = np.full(len(load.calls), np.nan), np.full(stages, np.nan)
-        self._due_ms = np.full(stages, np.nan)
-        for call, (application, at_ms) in load.calls.items():
-            due_ms = [np.nan if stage.after else at_ms for stage in load.applications[application].stages]
-            self._due_ms[call, : len(due_ms)] = due_ms
+        self.answered_ms = np.full(len(load.calls), np.nan)
+        self.stage_ms = np.full(
+            (len(load.calls), max((len(graph.stages) for graph in self._graphs), default=0)), np.nan
+        )
+        for call in load.calls.keys() - {*self._owner}:  # those that make no request
+            self._begin(call, load.calls[call][1])
 
-    def answered(self, requests: Iterable[int], now_ms: float = 0.0) -> list[tuple[int, float]]:
-        """Return the requests that are due because these were answered, each with its deadline in ms."""
-        due: list[tuple[int, float]] = []
+    def follow(self, system: System) -> None:
+        """Reckon with the latencies of this system from now on."""
+        self._times.follow(system)
+
+    def arrived(self, request: int, now_ms: float) -> float | None:
+        """Return the deadline of a request; None: its call is given up or over. With its first request a call
+        begins."""
+        call = self._owner[request]
+        if call < 0:
+            return float(self._deadlines_ms[request])
+        if call not in self._sent:
+            self._begin(call, now_ms)
+        run = self._runs.get(call)
+        if run is None:
+            return None
+        self._sent[call].add(request)
+        return run.deadline_ms(self._stage[request], now_ms)
+
+    def answered(self, requests: Iterable[int], now_ms: float) -> list[tuple[int, float | None]]:
+        """Return the requests that are due because these were answered, each with its deadline in ms, and those that
+        are withdrawn, with None."""
+        changes: list[tuple[int, float | None]] = []
+        for request in requests:
+            run = self._runs.get(self._owner[request])
+            if run is not None:
+                self._sent[self._owner[request]].discard(request)
+                changes += self._send_due(run, self._owner[request], run.answered(self._stage[request], now_ms), now_ms)
+        return changes
+
+    def given_up(self, requests: Iterable[int], outcome: Outcome, now_ms: float) -> list[tuple[int, float | None]]:
+        """As `answered`, for requests that were expired, rejected or failed."""
+        changes: list[tuple[int, float | None]] = []
         for request in requests:
             call = self._owner[request]
-            if call not in self._left:
-                continue
-            stage = self._stage[request]
-            left = self._left[call]
-            left[stage] -= 1
-            if left[stage]:
-                continue
-            self.stage_ms[call, stage] = now_ms - self._due_ms[call, stage]
-            waits = self._waits[call]
-            application, at_ms = self._load.calls[call]
-            for later in self._later[application][stage]:
-                waits[later] -= 1
-                if not waits[later]:
-                    self._due_ms[call, later] = now_ms
-                    due += [(row, float(self._load.deadlines_ms[row])) for row in self._rows.get((call, later), ())]
-            if not any(left):
-                slo_ms = self._load.applications[application].slo_ms
-                self.answered_ms[call] = now_ms + self._response_ms
-                is_late = self.answered_ms[call] - at_ms > slo_ms + TIME_TOLERANCE_MS
-                self._end(call, Outcome.LATE if is_late else Outcome.OK)
-        return due
+            run = self._runs.get(call)
+            if run is not None:
+                self._sent[call].discard(request)
+                if run.lost(self._stage[request], now_ms):
+                    changes += self._end(run, call, outcome)
+                else:
+                    changes += self._send_due(run, call, run.due(), now_ms)
+        return changes
 
-    def given_up(self, requests: Iterable[int], outcome: Outcome = Outcome.FAILED) -> None:
-        """End the calls of these requests: they were expired, rejected or failed."""
-        for request in requests:
-            if self._owner[request] in self._left:
-                self._end(self._owner[request], outcome)
-
-    def _end(self, call: int, outcome: Outcome) -> None:
-        del self._left[call]
-        self.outcome[call] = outcome
+    def _begin(self, call: int, now: float) -> None:
+        """Begin a call. Requests of stages that are due now arrive by the schedule."""
         application, at_ms = self._load.calls[call]
-        if at_ms >= self._counted_from_ms:
-            self._ended[application][outcome] += 1
+        graph = self._graphs[application]
+        run = self._runs[call] = self._make_run(graph, at_ms, at_ms + graph.slo_ms, self._times)
+        self._sent[call] = set()
+        self._send_due(run, call, run.begin(now), now)
+        self._sent[call] = set()
+
+    def _send_due(self, run: ApplicationRun, call: int, due: list[int], now: float) -> list[tuple[int, float | None]]:
+        """Return the requests of stages that are due. When the run cannot end in time, return those to withdraw."""
+        changes: list[tuple[int, float | None]] = []
+        for stage in due:  # it grows by those that are due behind stages without requests
+            if run.cannot_end(stage, now):
+                run.give_up(now)
+                return self._end(run, call, Outcome.EXPIRED)
+            rows = self._rows.get((call, stage), [])
+            due += run.expand(stage, len(rows), now)
+            changes += [(row, run.deadline_ms(stage, now)) for row in rows]
+        if run.is_complete:
+            at_ms = self.answered_ms[call] = now + self._response_ms
+            is_late = at_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS
+            self._end(run, call, Outcome.LATE if is_late else Outcome.OK)
+        else:
+            self._sent[call].update(row for row, _ in changes)
+        return changes
+
+    def _end(self, run: ApplicationRun, call: int, outcome: Outcome) -> list[tuple[int, float | None]]:
+        """Return the requests of a call that is over, to withdraw them."""
+        del self._runs[call]
+        self.outcome[call] = outcome
+        self.stage_ms[call, : len(run.stage_ms)] = run.stage_ms
+        if run.arrived_ms >= self._counted_from_ms:
+            self._ended[self._load.calls[call][0]][outcome] += 1
+        sent, self._sent[call] = self._sent[call], set()
+        return [(row, None) for row in sorted(sent)]
 
     def counts(self) -> dict[str, list[int]]:
         """Return the calls of every application that have ended, by outcome."""
@@ -152,7 +194,7 @@ def make_application_load(
     rate_scale: float = 1.0,
 ) -> ApplicationLoad:
     """Return the load of a plan or workload. Applications arrive by their own process, and so do the requests that
-    clients make of models by themselves. A stage with `map` makes as many requests as it does in the mean, at least 1.
+    clients make of models by themselves. How many requests a stage with `map` makes is drawn for every call.
 
     Args:
         models: the models of the plan, with those that are stages; positions are the models' indices.
@@ -168,51 +210,78 @@ def make_application_load(
     targets = client_targets(models, applications)
     alone = targets[: len(targets) - len(applications)]
     schedule = make_client_schedule(targets, applications, duration_s, seed, rate_scale)
-    # The requests that one arrival of each name makes: (model, time allowed in ms, stage, whether it is sent later).
-    shapes = [[(index[spec.name], spec.slo_ms, 0, False)] for spec in alone]
-    shapes += [
-        [
-            (index[app.model_name(stage)], app.complete_by_ms(stage), position, bool(stage.after))
-            for position, stage in enumerate(app.stages)
-            for _ in range(stage.usual_requests)
-        ]
-        for app in applications
-    ]
     drawn = schedule.model_index
-    sizes = np.array([len(shape) for shape in shapes], dtype=np.int64)
-    begins = np.cumsum(sizes) - sizes
-    parts = [part for shape in shapes for part in shape]
-    counts = sizes[drawn]
-    entry = np.repeat(np.arange(len(schedule), dtype=np.int64), counts)
-    within = np.arange(entry.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = begins[drawn][entry] + within
+    blocks = []
+    for place, spec in enumerate(alone):
+        mine = np.flatnonzero(drawn == place)
+        blocks.append(_Requests(mine, np.zeros(len(mine), dtype=bool), index[spec.name], 0, spec.slo_ms))
+    for place, app in enumerate(applications, len(alone)):
+        blocks += _stage_requests(app, np.flatnonzero(drawn == place), index, seed)
+    entry = np.concatenate([each.entry for each in blocks])
+    stage = np.concatenate([np.full(len(each.entry), each.stage, dtype=np.int32) for each in blocks])
+    is_later = np.concatenate([each.is_later for each in blocks])
+    order = np.lexsort((stage, entry, is_later))
+    entry = entry[order]
+    at_ms = schedule.times_ms[entry]
     is_call = drawn >= len(alone)
     number_of_call = np.where(is_call, np.cumsum(is_call) - 1, -1)
-    at_ms = schedule.times_ms[entry]
-    is_later = np.array([p[3] for p in parts], dtype=bool)[part]
-    order = np.concatenate((np.flatnonzero(~is_later), np.flatnonzero(is_later)))
-    times = at_ms[order]
-    times[int((~is_later).sum()) :] = np.nan
     called = np.flatnonzero(is_call)
-    model_index = np.array([p[0] for p in parts], dtype=np.int32)[part][order]
+    model_index = np.concatenate([np.full(len(each.entry), each.model, dtype=np.int32) for each in blocks])[order]
+    allowed_ms = np.concatenate([np.full(len(each.entry), each.allowed_ms) for each in blocks])[order]
     sizes_of_rows = None
     if any(spec.sizes for spec in models):
         sizes_of_rows = draw_sizes(models, model_index, lambda at, name: seed_for(seed, "sizes", models[at].name, name))
     return ApplicationLoad(
-        number=np.arange(entry.size, dtype=np.int64),
-        times_ms=times,
+        times_ms=np.where(is_later[order], np.nan, at_ms),
         model_index=model_index,
-        deadlines_ms=(at_ms + np.array([p[1] for p in parts])[part])[order],
-        owner=number_of_call[entry][order],
-        stage=np.array([p[2] for p in parts], dtype=np.int32)[part][order],
+        deadlines_ms=at_ms + allowed_ms,
+        owner=number_of_call[entry],
+        stage=stage[order],
         calls=dict(
             enumerate(zip((drawn[called] - len(alone)).tolist(), schedule.times_ms[called].tolist(), strict=True))
         ),
         applications=tuple(applications),
         schedule=schedule,
-        tokens=None if schedule.tokens is None else schedule.tokens.of(entry[order]),
+        tokens=None if schedule.tokens is None else schedule.tokens.of(entry),
         sizes=sizes_of_rows,
     )
+
+
+class _Requests(NamedTuple):
+    """The requests to one model that arrivals of one name make, as one of their stages."""
+
+    entry: NDArray[np.int64]  # of each request, the place of its arrival in the schedule
+    is_later: NDArray[np.bool_]  # of each request, whether it waits for others
+    model: int
+    stage: int
+    allowed_ms: float
+
+
+def _stage_requests(
+    application: Application, entries: NDArray[np.int64], index: Mapping[str, int], seed: int
+) -> Iterator[_Requests]:
+    """Yield the requests of every stage for the arrivals at these places of the schedule.
+
+    Functions make Poisson numbers of requests. Those of a stage behind stages without requests do not wait.
+    """
+    is_open: dict[str, NDArray[np.bool_]] = {}  # by stage and arrival: whether stages that wait for it have to wait
+    places = {stage.label: place for place, stage in enumerate(application.stages)}
+    for stage in in_order(application.stages):
+        counts = np.full(len(entries), int(stage.count), dtype=np.int64)
+        if stage.map is not None:
+            drawn = seed_for(seed, "counts", application.name, stage.label).poisson(stage.count, len(entries))
+            counts = np.minimum(drawn, stage.most_requests)
+        waits = (
+            np.any([is_open[label] for label in stage.after], axis=0) if stage.after else np.zeros(len(entries), bool)
+        )
+        is_open[stage.label] = waits | (counts > 0)
+        yield _Requests(
+            np.repeat(entries, counts),
+            np.repeat(waits, counts),
+            index[application.model_name(stage)],
+            places[stage.label],
+            application.complete_by_ms(stage),
+        )
 
 
 def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> tuple[ModelSpec, ...]:

@@ -46,6 +46,7 @@ class ApplicationGraph:
                 tuple(place for place, other in enumerate(application.stages) if stage.label in other.after),
                 stage.count,
                 application.budget_ms(stage),
+                stage.allow_missing,
             )
             for stage in application.stages
         )

@@ -4,6 +4,8 @@ the request is given up.
 
 from __future__ import annotations
 
+import math
+
 from tenuto.batching.applications.application_graph import ApplicationGraph
 from tenuto.batching.applications.stage_times import StageTimes
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
@@ -16,6 +18,8 @@ class ApplicationRun:
     A driver calls `begin`, and for every stage that becomes due: `cannot_end`, `expand`, and for each request, which
     must be answered by `deadline_ms`, `answered` or `lost`. Times are ms on the driver's clock. When the run ends
     otherwise than by `lost` or its last answer, the driver calls `give_up`.
+
+    `stage_ms` is how long each stage took from when it was due; NaN if it is not complete.
     """
 
     def __init__(self, graph: ApplicationGraph, arrived_ms: float, deadline_ms: float, times: StageTimes) -> None:
@@ -25,6 +29,8 @@ class ApplicationRun:
         self._left = [0] * len(graph.stages)  # requests of each stage without an answer, once it is expanded
         self._open = len(graph.stages)  # stages that are not complete
         self._due: list[int] = []
+        self._due_ms = [math.nan] * len(graph.stages)  # when each stage was due
+        self.stage_ms = [math.nan] * len(graph.stages)
         self.is_over = False
 
     @property
@@ -32,22 +38,25 @@ class ApplicationRun:
         """Whether all stages are complete."""
         return not self._open
 
-    def begin(self, now: float) -> list[int]:  # noqa: ARG002
+    def begin(self, now: float) -> list[int]:
         """Return the stages that are due at the start."""
-        return [place for place, waits in enumerate(self._waits) if not waits]
+        for stage, waits in enumerate(self._waits):
+            if not waits:
+                self._become_due(stage, now)
+        return self.due()
 
-    def expand(self, stage: int, count: int, now: float) -> list[int]:  # noqa: ARG002
+    def expand(self, stage: int, count: int, now: float) -> list[int]:
         """Take note that a due stage makes `count` requests. With 0 it is complete; returns the stages that are due
         then."""
         self._left[stage] = count
         if not count:
-            self._complete(stage)
+            self._complete(stage, now)
         return self.due()
 
-    def answered(self, stage: int, now: float) -> list[int]:  # noqa: ARG002
+    def answered(self, stage: int, now: float) -> list[int]:
         """Take note that a request of a stage was answered; returns the stages that are due then."""
         if not self.is_over:
-            self._end_request(stage)
+            self._end_request(stage, now)
         return self.due()
 
     def lost(self, stage: int, now: float) -> bool:
@@ -56,7 +65,7 @@ class ApplicationRun:
         if not self.is_over and not self.graph.stages[stage].allow_missing:
             self.give_up(now)
         if not self.is_over:
-            self._end_request(stage)
+            self._end_request(stage, now)
         return self.is_over
 
     def give_up(self, now: float) -> None:  # noqa: ARG002
@@ -87,15 +96,20 @@ class ApplicationRun:
         each = [0.0 if each.allow_missing else self._times.least_ms(each.model) for each in self.graph.stages]
         return each[stage], self.graph.longest_behind(each)[stage]
 
-    def _end_request(self, stage: int) -> None:
+    def _end_request(self, stage: int, now: float) -> None:
         self._left[stage] -= 1
         if not self._left[stage]:
-            self._complete(stage)
+            self._complete(stage, now)
 
-    def _complete(self, stage: int) -> None:
+    def _complete(self, stage: int, now: float) -> None:
+        self.stage_ms[stage] = now - self._due_ms[stage]
         self._open -= 1
         self.is_over = not self._open
         for later in self.graph.stages[stage].later:
             self._waits[later] -= 1
             if not self._waits[later]:
-                self._due.append(later)
+                self._become_due(later, now)
+
+    def _become_due(self, stage: int, now: float) -> None:
+        self._due_ms[stage] = now
+        self._due.append(stage)

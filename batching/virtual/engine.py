@@ -31,16 +31,24 @@ _REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger 
 
 
 class Follows(Protocol):
-    """Says which requests follow on the answers of others, as the stages of an application do.
+    """Says which requests follow on the ends of others, as the stages of an application do, and which are withdrawn.
 
     In the schedule, requests that follow stand behind all others and have the time NaN. Those that never arrive are not
-    counted.
+    counted. `answered` and `given_up` return requests with their deadlines in ms: those arrive now. Requests with None
+    are withdrawn: they end as expired, unless a gpu-let has them already.
     """
 
-    def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float]]:
-        """Return the requests that arrive because these were answered, each with its deadline in ms."""
+    def follow(self, system: System) -> None:
+        """Take note of the system that serves from now on."""
 
-    def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
+    def arrived(self, request: int, now_ms: float) -> float | None:
+        """Return the deadline of a request that arrives by the schedule; None: it is given up before it costs
+        anything."""
+
+    def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float | None]]:
+        """Take note that these requests were answered."""
+
+    def given_up(self, requests: Sequence[int], outcome: Outcome, now_ms: float) -> Sequence[tuple[int, float | None]]:
         """Take note that these requests get no answer."""
 
 
@@ -48,7 +56,7 @@ class Engine:
     """Invariant: every arrival before number `next` has ended, waits in the scheduler, or runs on a gpu-let.
 
     `times_ms` and `deadlines_ms` are by request. `lost` has the requests that were never answered, by outcome.
-    `followed` has the requests that arrived because others were answered; `planned` is the number of all others.
+    `followed` has the requests that arrived because others ended; `planned` is the number of all others.
     `batch_ended` is called with the time, the place of the gpu-let and the batch, after the scheduler was told.
     """
 
@@ -118,6 +126,8 @@ class Engine:
         self.gpulets.add(scheduler.system, data_ms_by_model)
         if scheduler.system.generating or self.replicas.steps:
             self.replicas.install(scheduler)
+        if self._follows is not None:
+            self._follows.follow(scheduler.system)
 
     def _find_classes(self, system: System) -> NDArray[np.int64]:
         """Return the model or size class of every request in the scheduler's system; -1: none serves it."""
@@ -147,7 +157,7 @@ class Engine:
             self.next = last
             return
         events, now, settle, add = self.gpulets.events, self.now_ms, self.settle, scheduler.add_request
-        rehearsals, generated = self._rehearsals, self.replicas.by_model
+        rehearsals, generated, follows = self._rehearsals, self.replicas.by_model, self._follows
         places = self._index[self.models[self.next : last]] if self._places is None else self._places[self.next : last]
         for request, at, model, deadline in zip(
             rows,
@@ -159,6 +169,12 @@ class Engine:
             if scheduler.next_wake_ms < at or (events and events[0][0] <= at):
                 settle(at, now)
             now = at
+            if follows is not None:
+                due_by = follows.arrived(request, at)
+                if due_by is None:
+                    self.lose(at, Outcome.EXPIRED, (request,))
+                    continue
+                deadline = self.deadlines_ms[request] = due_by
             if model < 0:
                 self.lose(at, Outcome.REJECTED, (request,))
                 continue
@@ -190,7 +206,7 @@ class Engine:
                 elif gpulet < 0:
                     if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at
-                        self._follow(self.replicas.advance(now, -1 - gpulet), now)
+                        self._answer(self.replicas.advance(now, -1 - gpulet), now)
                 else:
                     batch = running[gpulet]
                     if version[gpulet] != stamp or batch is None:
@@ -204,7 +220,7 @@ class Engine:
                         scheduler.batch_done(now, gpulet - first)
                     if batch_ended is not None:
                         batch_ended(now, gpulet, batch)
-                    self._follow(batch.ids, now)
+                    self._answer(batch.ids, now)
             elif wake_at < until:
                 now = max(now, wake_at)
                 scheduler.wake(now)
@@ -261,27 +277,36 @@ class Engine:
             return self._rehearsals.status()
         return None if self.scheduler is None else self.scheduler.status()
 
-    def _follow(self, answered: Sequence[int], now: float) -> None:
-        """Add the requests that follow on answers."""
-        for request, deadline in self._follows.answered(answered, now) if self._follows and answered else ():
-            self.times_ms[request], self.deadlines_ms[request] = now, deadline
-            self.followed.append(request)
-            self.add(request, now, Outcome.REJECTED)
+    def _answer(self, requests: Sequence[int], now: float) -> None:
+        """Do what follows on answers."""
+        if self._follows is not None and requests:
+            self._follow(self._follows.answered(requests, now), now)
+
+    def _follow(self, requests: Sequence[tuple[int, float | None]], now: float) -> None:
+        """Add the requests that have a deadline, and withdraw the others."""
+        for request, deadline in requests:
+            if deadline is not None:
+                self.times_ms[request], self.deadlines_ms[request] = now, deadline
+                self.followed.append(request)
+                self.add(request, now, Outcome.REJECTED)
+            elif self.scheduler is not None and self.scheduler.cancel(now, self.place_of(request), request):
+                self.lose(now, Outcome.EXPIRED, (request,))
 
     def carry_out(self, now: float) -> None:
         """Carry out the scheduler's decisions."""
         scheduler, gpulets = self.scheduler, self.gpulets
         if scheduler is None:
             return
-        for decision in scheduler.drain():
-            if type(decision) is Dispatch:
-                gpulets.send(now, decision)
-            elif type(decision) is Drop:
-                self.lose(now, Outcome.EXPIRED, decision.request_ids)
-            elif type(decision) is Reject:
-                self.lose(now, Outcome.REJECTED, decision.request_ids)
-            elif type(decision) is Preempt:
-                gpulets.abort(now, gpulets.first + decision.gpulet)
+        while scheduler.decisions:  # what follows on a loss may make others
+            for decision in scheduler.drain():
+                if type(decision) is Dispatch:
+                    gpulets.send(now, decision)
+                elif type(decision) is Drop:
+                    self.lose(now, Outcome.EXPIRED, decision.request_ids)
+                elif type(decision) is Reject:
+                    self.lose(now, Outcome.REJECTED, decision.request_ids)
+                elif type(decision) is Preempt:
+                    gpulets.abort(now, gpulets.first + decision.gpulet)
 
     def lose(self, now: float, outcome: Outcome, requests: Sequence[int]) -> None:
         """End requests without an answer."""
@@ -290,4 +315,4 @@ class Engine:
             for model in self.models[list(requests)].tolist():
                 self.lost_by_model[model] += self.index[model] >= 0
         if self._follows is not None:
-            self._follows.given_up(requests, outcome)
+            self._follow(self._follows.given_up(requests, outcome, now), now)

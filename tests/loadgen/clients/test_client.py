@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.application_load import Joins
 from tenuto.loadgen.clients.client import Client, ClientReport
 from tenuto.outcome import OUTCOMES
 from tenuto.placement.application import Application
@@ -89,17 +88,6 @@ def test_the_hash_covers_what_follows_on_what(tmp_path: Any) -> None:
     with np.load(tmp_path / "s.npz", allow_pickle=False) as saved:
         kept = tuple(Application.model_validate_json(str(text)) for text in saved["applications"])
     assert kept == first.applications
-
-
-def test_what_is_given_up_once_is_lost_once_and_only_after_the_warm_up() -> None:
-    load = load_of(workload(game()), 0.5)
-    at = [at_ms for _, at_ms in load.calls.values()]
-    joins = Joins(load, counted_from_ms=at[1])
-    joins.given_up([0, 1])  # the first call came before
-    joins.given_up(np.flatnonzero(load.owner == 2).tolist())
-
-    assert list(joins.lost().values()) == [1]
-    assert joins.answered(np.flatnonzero(load.owner == 2).tolist()) == []
 
 
 def test_an_arrival_that_cannot_be_used_names_its_application() -> None:
