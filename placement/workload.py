@@ -375,6 +375,22 @@ class Workload(StrictModel):
         applications = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in self.applications)
         return self.model_copy(update={"models": models, "applications": applications})
 
+    def with_budgets(self, applications: Sequence[Application]) -> Workload:
+        """Return the same workload with other budgets of some applications' stages, and the SLOs that follow from them
+        for the models that these ask."""
+        changed = {a.model_name(stage) for a in applications for stage in a.stages if a not in self.applications}
+        budgets: dict[str, list[float]] = {}
+        for application in applications:
+            for stage in application.stages:
+                budgets.setdefault(application.model_name(stage), []).append(application.budget_ms(stage))
+        models = []
+        for spec in self.models:
+            if spec.name in changed and spec.slo is None:
+                own_ms = math.inf if spec.alone is None else spec.alone.slo_ms or math.inf
+                spec = spec.model_copy(update={"slo_ms": round(min(own_ms, *budgets[spec.name]), 6)})
+            models.append(spec)
+        return self.model_copy(update={"models": tuple(models), "applications": tuple(applications)})
+
 
 def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict[str, Any]:
     """Return the entries of a workload's models with those that applications add, and what applications ask of the

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.deadline_split import candidate_splits, least_price
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import bearable, without
 from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
@@ -13,9 +16,10 @@ from tenuto.placement.planner.fault_tolerance import Trial
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
 from tenuto.placement.planner.mixed_workloads import plan_anew
+from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.planner.task import PlanTask, RunningPlan
 from tenuto.placement.policy import Policy, load_policy
-from tenuto.placement.workload import Workload
+from tenuto.placement.workload import Workload, own_demands
 from tenuto.profiles import Profiles
 
 
@@ -23,13 +27,37 @@ def make_plan(task: PlanTask) -> Plan:
     """Return the completed and checked plan of the task's policy: from nothing, or near the running plan.
 
     When no GPU of the cluster can serve a model, the model is unserved with the reason, and the others are planned.
+    Deadlines of applications are split so that the models take the least GPU time (`tenuto.placement.deadline_split`).
+    The policy plans for other splits, too, where that may serve more or cost less.
 
     Raises:
         InvalidInputError: the inputs contradict each other, the plan breaks a rule, or what runs needs more changes
             than it may; it lists all problems.
     """
-    anew = plan_anew(task)
-    return anew if task.running is None else plan_with_fewest_changes(task, anew)
+    splits = candidate_splits(task.workload, task.cluster, task.profiles)
+    task = replace(task, workload=next(splits))
+    best = plan_anew(task)
+    if task.running is not None:
+        return plan_with_fewest_changes(task, best)
+    cluster = task.cluster
+    least = least_price(task.workload, cluster, task.profiles) if cluster.elastic else math.inf
+    for workload in splits:
+        is_best = not best.unserved_reasons and best.expected.price <= least
+        if is_best or task.policy.watch.is_stopped():
+            break
+        best = min(best, plan_anew(replace(task, workload=workload)), key=_rank)
+    return best
+
+
+def _rank(plan: Plan) -> PlanRank:
+    """Return the place of a plan among those for other splits. Of an application, as many requests are in time as the
+    stage that is served worst allows."""
+    promised = plan.expected.models
+    parts = {s.name: promised[s.name].goodput_rps / s.rate_rps if s.name in promised else 0.0 for s in plan.models}
+    lacking_rps = sum(s.rate_rps * (1.0 - parts[s.name]) for s in own_demands(plan.models, plan.applications))
+    for app in plan.applications:
+        lacking_rps += app.rate_rps * (1.0 - min(parts[app.model_name(stage)] for stage in app.stages))
+    return PlanRank(misses_attainment=bool(plan.unserved_reasons), lacking_rps=lacking_rps, price=plan.expected.price)
 
 
 def solve(

@@ -65,7 +65,7 @@ def test_what_is_dumped_comes_back_equal() -> None:
     assert Workload.model_validate(work.model_dump()) == work
     plan = solve(Symphony(), work, Cluster.parse("v100:4"), Profiles(()))
     assert Plan.from_data(plan.to_data()) == plan
-    assert plan.workload.models == work.models
+    assert plan.workload.models == plan.models
 
 
 def test_all_rates_are_scaled_together_and_count_in_no_comparison_of_entries() -> None:
