@@ -227,6 +227,11 @@ class Application(StrictModel):
         own = self._weights[stage.label]
         return self.slo_ms * own / (before[stage.label] + behind[stage.label] - own)
 
+    def without_budgets(self) -> Application:
+        """Return the application as it was before the planner split its deadline."""
+        stages = tuple(stage.model_copy(update={"budget_ms": None}) for stage in self.stages)
+        return self.model_copy(update={"stages": stages})
+
     def complete_by_ms(self, stage: Stage) -> float:
         """Return when the stage must be complete, counted from the arrival of the application's request.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tenuto.errors import TenutoError, first_line
 from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.costs import costs_of
+from tenuto.placement.deadline_split import savings
 from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.generation_capacity import with_lengths
@@ -85,6 +86,26 @@ class ModelExplained:
 
 
 @dataclass(frozen=True)
+class StageExplained:
+    """One stage of an application: what it takes of the deadline and of the GPUs, and what a faster network would save.
+
+    `budget_ms` is its part of the application's SLO, `takes_ms` the latency of a batch of its model on the slowest
+    gpu-let. `gpus` is the GPU time of its requests, in whole GPUs, and `cost_per_hour` their part of the model's cost.
+    `saves` is the part of the GPU time of all stages that would be saved if the model's batches took a tenth less and
+    deadlines were split anew; None if no profile says it.
+    """
+
+    application: str
+    stage: str
+    model: str
+    budget_ms: float
+    takes_ms: float | None
+    gpus: float
+    cost_per_hour: float | None
+    saves: float | None
+
+
+@dataclass(frozen=True)
 class OneMore:
     """What the same policy promises with one GPU more of a type, or why that is not known."""
 
@@ -102,7 +123,7 @@ class Explained:
     When all rates grow by more than the factor `growth`, the models in `breaks` are no longer promised in full.
     `growth` is None if no model is promised in full, or if none ever breaks. `enough` says on how many GPUs of each
     type the same policy serves every model as asked, and `enough_cost` what they cost per hour. `enough` is None if
-    this plan serves them already, or if no such number is known.
+    this plan serves them already, or if no such number is known. `stages` are those of all applications.
     """
 
     models: tuple[ModelExplained, ...]
@@ -111,6 +132,7 @@ class Explained:
     one_more: tuple[OneMore, ...]
     enough: Mapping[str, int] | None
     enough_cost: float | None
+    stages: tuple[StageExplained, ...] = ()
 
 
 def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence[str] = ()) -> Explained:
@@ -127,7 +149,7 @@ def explain(plan: Plan, gpus: Sequence[Gpu], profiles: Profiles, names: Sequence
     models = tuple(trying.model(spec.name) for spec in plan.models if not names or spec.name in names)
     growth, breaks = trying.growth()
     one_more = tuple(trying.one_more(kind) for kind in dict.fromkeys(gpu.type for gpu in gpus))
-    return Explained(models, growth, breaks, one_more, *trying.enough())
+    return Explained(models, growth, breaks, one_more, *trying.enough(), trying.stages())
 
 
 _ONE_MORE = {"id": "more/0", "uuid": None, "rack": None, "instance": None}
@@ -293,6 +315,35 @@ class _Trying:
                 work[name] = carried * each_ms * rate / sum(rates.values())
         total = sum(work.values())
         return {name: part / total if total > 0.0 else 1.0 / len(work) for name, part in work.items()}
+
+    def stages(self) -> tuple[StageExplained, ...]:
+        """Return the stages of all applications."""
+        gpus = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
+        part_of = {gpu.id: gpu.part for gpu in self._plan.gpus}
+        for place, gpulet in enumerate(self._plan.gpulets):
+            held = sum(part_of[gpu] for gpu in gpulet.gpus) * gpulet.effective_share_pct / 100.0
+            for name, part in self._work(place).items():
+                gpus[name] += self._outlook.busy[place] * held * part
+        saves = savings(self._plan.workload, self._cluster.cut_as(self._plan.gpus), self._profiles)
+        explained = []
+        for app in self._plan.applications:
+            for stage in app.stages:
+                spec = self._plan.model(app.model_name(stage))
+                part = app.rate_rps * stage.count / spec.rate_rps
+                expected = self._plan.expected.models.get(spec.name)
+                explained.append(
+                    StageExplained(
+                        app.name,
+                        stage.label,
+                        spec.name,
+                        app.budget_ms(stage),
+                        None if expected is None else expected.latency_ms,
+                        part * gpus[spec.name],
+                        None if self._costs is None else part * self._costs[spec.name],
+                        saves.get(spec.name),
+                    )
+                )
+        return tuple(explained)
 
     def one_more(self, kind: str) -> OneMore:
         """Return what the plan's policy promises with one GPU more of a type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
@@ -10,8 +11,9 @@ from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, 
 from tenuto.cli.tables import print_table
 from tenuto.errors import refused
 from tenuto.placement import Plan
+from tenuto.placement.application import Application
 from tenuto.placement.expectation.sharing import describe_sizes
-from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, explain
+from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, StageExplained, explain
 from tenuto.placement.generates import TokenSlo
 
 
@@ -47,6 +49,8 @@ def _print(explained: Explained, plan: Plan) -> None:
         _print_model(model, plan.model(model.name).slo)
         if model.name in sized:
             say(f"  assumes {describe_sizes(plan.model(model.name), sized[model.name])}")
+    for app in plan.applications:
+        _print_stages(app, [each for each in explained.stages if each.application == app.name])
     if explained.growth is not None:
         say(
             f"all rates may grow by {100 * (explained.growth - 1):.0f} %; "
@@ -66,6 +70,29 @@ def _print(explained: Explained, plan: Plan) -> None:
         gained = more.goodput_rps - plan.expected.goodput_rps
         gain = f"{gained:,.4g} rps more in time" if gained > 0.0 else "no request more in time"
         say(f"{what}: {gain}{cost}{below}")
+
+
+def _print_stages(application: Application, stages: Sequence[StageExplained]) -> None:
+    say(f"{application.name}: {application.rate_rps:,.4g} rps in {application.slo_ms:,.4g} ms")
+    print_table(
+        ("  stage", "asks", "budget ms", "takes ms", "GPUs", "$/h", "10 % faster saves"),
+        (
+            (
+                f"  {each.stage}",
+                each.model,
+                f"{each.budget_ms:,.4g}",
+                "-" if each.takes_ms is None else f"{each.takes_ms:.4g}",
+                f"{each.gpus:.3g}",
+                "-" if each.cost_per_hour is None else f"{each.cost_per_hour:,.3g}",
+                "-" if each.saves is None else f"{100 * each.saves:.1f} %",
+            )
+            for each in stages
+        ),
+        left=("  stage", "asks"),
+    )
+    best = max(stages, key=lambda each: each.saves or 0.0)
+    if best.saves:
+        say(f"  speed up {best.stage} first: a tenth less time saves {100 * best.saves:.1f} % of all stages' GPU time")
 
 
 def _print_model(model: ModelExplained, slo: TokenSlo | None) -> None:

@@ -106,3 +106,25 @@ def test_what_a_replica_and_one_gpu_more_are_for_is_what_the_plan_promises_witho
             assert replica.without_rps == pytest.approx(promised, abs=1e-5)
     (more,) = found.one_more
     assert more.goodput_rps == planned(entries, policy, "v100:3").expected.goodput_rps
+
+
+def test_stages_take_the_gpu_time_and_the_price_of_their_requests() -> None:
+    stages = [{"model": "detect", "latency": SLOW}, {"model": "read", "after": ["detect"], "map": "a:b", "count": 2.0}]
+    shared = {"name": "read", "latency": FAST, "rate_rps": 20.0, "slo_ms": 120.0}
+    application = {"name": "app", "rate_rps": 40.0, "slo_ms": 150.0, "stages": stages}
+    workload = Workload.model_validate({"models": [shared], "applications": [application]})
+    plan = solve(load_policy("gpulet"), workload, CLUSTER, Profiles([]))
+    detect, read = explained(plan).stages
+    by_model = {model.name: model for model in explained(plan).models}
+
+    def gpus(name: str) -> float:
+        return sum(r.busy * (r.share_pct or 100.0) / 100.0 for r in by_model[name].replicas)
+
+    assert (detect.model, read.model) == ("app.detect", "read")
+    assert detect.gpus == pytest.approx(gpus("app.detect"))
+    assert read.gpus == pytest.approx(0.8 * gpus("read"))  # 80 of 100 requests
+    assert read.cost_per_hour == pytest.approx(0.8 * (by_model["read"].cost_per_hour or 0.0))
+    assert detect.budget_ms + read.budget_ms == pytest.approx(150.0)
+    assert detect.saves is not None
+    assert read.saves is not None
+    assert detect.saves > read.saves > 0.0
