@@ -58,4 +58,5 @@ class Rule(StrEnum):
     SIZE = "larger than any size it is profiled at"
     LOST = "its process ended or hung"
     RAISED = "its model raised an error"
+    INPUT = "a function refused its input"
     NONE = ""  # the request failed, or was late without two bounds

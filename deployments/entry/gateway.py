@@ -74,6 +74,7 @@ class Entry:
         self._config: GatewayConfig | None = None
         self._arena = Arena(unfinished_mib << 20, reach=REACH)
         self.service = InferenceService(lambda exchange, caller: self._management.answer(exchange, caller))
+        self.service.arena = self._arena
         self.server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
         self.metrics = GatewayMetrics(self.service, self.server, ask_beside)
         few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)

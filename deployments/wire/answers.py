@@ -67,7 +67,7 @@ def late_loop(execution_ms: float, planned_ms: float, late_ms: float) -> Loop:
 
 def _http_status(outcome: Outcome, rule: Rule) -> int:
     """Return the status of the HTTP answer. A model's error gets 500, which no proxy sends again."""
-    return 500 if rule is Rule.RAISED else outcome.http_status
+    return 500 if rule is Rule.RAISED else 400 if rule is Rule.INPUT else outcome.http_status
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

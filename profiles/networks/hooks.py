@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tenuto.errors import first_line, refused
-from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 from tenuto.profiles.networks.import_factory import imported
-from tenuto.profiles.networks.inputs import Arrays, check_range, fitted
+from tenuto.profiles.networks.inputs import Arrays, check_range, fitted, packed_bytes
 from tenuto.profiles.networks.preprocess import Array, postprocess, preprocess
 
 
@@ -113,8 +113,9 @@ def try_hooks(source: str, signature: ModelSignature, run: Callable[[Arrays], Ar
         raise refused("hooks", source, rule, "Correct them, or the signature of the model.") from error
 
 
-def made_inputs(signature: ModelSignature, arrays: Any) -> list[Array]:
-    """Return what `preprocess` returned as the tensors of one request, in the signature's order.
+def made_inputs(signature: ModelSignature, arrays: Any, made_by: str = "preprocess") -> list[Array]:
+    """Return what `preprocess` returned, or another function of that name, as the tensors of one request, in the
+    signature's order. Those of bytes are arrays of objects.
 
     An array in one of the types that the input accepts stays as it is; others are converted where that loses no more
     than precision.
@@ -125,21 +126,23 @@ def made_inputs(signature: ModelSignature, arrays: Any) -> list[Array]:
     """
     if not isinstance(arrays, Mapping):
         kind = type(arrays).__name__
-        raise refused("preprocess", kind, "returned no mapping", "Return the arrays by the names of the inputs.")
+        raise refused(made_by, kind, "returned no mapping", "Return the arrays by the names of the inputs.")
     names = [tensor.name for tensor in signature.inputs]
     if set(arrays) != set(names):
         given = ", ".join(map(str, arrays)) or "nothing"
-        raise refused("preprocess", given, "returned other inputs", f"Return exactly: {', '.join(names)}.")
-    made = [_tensor(tensor, arrays[tensor.name]) for tensor in signature.inputs]
+        raise refused(made_by, given, "returned other inputs", f"Return exactly: {', '.join(names)}.")
+    made = [_tensor(tensor, arrays[tensor.name], made_by) for tensor in signature.inputs]
     try:
         signature.sizes_of([array.shape for array in made])
     except ValueError as error:
         shapes = ", ".join(str(list(array.shape)) for array in made)
-        raise refused("preprocess", shapes, f"returned other shapes: {error}", "Convert them there.") from None
+        raise refused(made_by, shapes, f"returned other shapes: {error}", "Convert them there.") from None
     return made
 
 
-def _tensor(tensor: TensorSignature, value: Any) -> Array:
+def _tensor(tensor: TensorSignature, value: Any, made_by: str) -> Array:
+    if tensor.dtype == BYTES:
+        return _bytes_tensor(tensor, value, made_by)
     try:
         array = np.asarray(value)
     except ValueError:  # a list of lists of several lengths
@@ -151,8 +154,20 @@ def _tensor(tensor: TensorSignature, value: Any) -> Array:
     except ValueError as error:
         rule = f"must be {tensor.dtype} {list(tensor.shape)}, one sample without a batch dimension ({error})"
         description = f"{array.dtype} {list(array.shape)}"
-        raise refused(f"preprocess: {tensor.name}", description, rule, "Convert it there.") from None
+        raise refused(f"{made_by}: {tensor.name}", description, rule, "Convert it there.") from None
     return check_range(tensor, np.ascontiguousarray(made).reshape(array.shape))
+
+
+def _bytes_tensor(tensor: TensorSignature, value: Any, made_by: str) -> Array:
+    array = np.asarray(value, object)
+    texts = [each.encode() if isinstance(each, str) else each for each in array.flat]
+    fits = tensor.takes(array.shape) and all(isinstance(each, bytes) for each in texts)
+    if not fits or packed_bytes(texts) > tensor.most_bytes:
+        rule = f"must be texts or bytes {list(tensor.shape)} of at most {tensor.most_bytes} bytes together"
+        raise refused(f"{made_by}: {tensor.name}", str(list(array.shape)), rule, "Convert it there.")
+    encoded = np.empty(array.size, object)
+    encoded[:] = texts
+    return encoded.reshape(array.shape)
 
 
 def answer_json(answer: Any) -> bytes:

@@ -150,6 +150,19 @@ def check_finite(tensors: Sequence[OutputTensor]) -> None:
             raise NotFiniteError(tensor.name)
 
 
+def plain_values(tensor: OutputTensor) -> Any:
+    """Return the values of an output, nested, in a form that orjson can write; raises `NotFiniteError`."""
+    check_finite([tensor])
+    if tensor.dtype != BYTES:
+        return tensor.array if tensor.dtype != "float16" else tensor.array.tolist()
+    try:
+        texts = np.empty(math.prod(tensor.shape), object)
+        texts[:] = [element.decode() for element in read_elements(tensor.data, texts.size)]
+    except UnicodeDecodeError:
+        raise NotFiniteError(tensor.name, "bytes that are no text in UTF-8") from None
+    return texts.reshape(tensor.shape).tolist()
+
+
 def _plain(value: Any) -> Any:
     """Return half-precision arrays in a form that orjson can write."""
     if isinstance(value, np.ndarray):

@@ -1,7 +1,8 @@
-"""The process that runs a model's own hooks (`tenuto.profiles.networks.hooks`), one call at a time.
+"""The process that runs a model's own hooks (`tenuto.profiles.networks.hooks`), or the functions of an application, one
+call at a time.
 
-`hook_pool` starts the process beside the gateway. Both speak over a socket, which is the process's standard input. A
-frame is two lengths, a message and raw bytes. What hooks print goes to the gateway's log.
+`process_pool` starts the process beside the gateway. Both speak over a socket, which is the process's standard input. A
+frame is two lengths, a message and raw bytes. What the code prints goes to the gateway's log.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import signal
 import socket
 import struct
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
+from tenuto.deployments.entry.service.application_functions import (
+    ApplicationFunctions,
+    CallFunction,
+    FunctionResult,
+    SetUpFunctions,
+)
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.grammars import SCHEMA_HOOKS, SchemaHooks
@@ -25,6 +33,7 @@ from tenuto.profiles.networks.hooks import Hooks, answer_json, answer_of, load_h
 
 PREFIX = struct.Struct("<IQ")  # format: bytes of the message, bytes behind it
 _PR_SET_PDEATHSIG = 1  # format: of prctl(2)
+_MOST_TOLD = 512  # limit: characters of a fault that a client is told
 _MOST_SAID = 8192  # limit: characters of a traceback, or of what a client is told
 
 Output = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
@@ -62,24 +71,26 @@ class BadBody(msgspec.Struct, frozen=True, tag=5):
 
 
 class Faulty(msgspec.Struct, frozen=True, tag=6):
-    """The hooks failed: what the log is told."""
+    """The code failed: what the log is told, and of that what the client may be told."""
 
     text: str
+    reason: str = ""
 
 
-HookCall = SetUp | Preprocess | Postprocess
-HookAnswer = Done | BadBody | Faulty
+HookCall = SetUp | Preprocess | Postprocess | SetUpFunctions | CallFunction
+HookAnswer = Done | BadBody | Faulty | FunctionResult
+Answering = Callable[[HookCall, bytes], tuple[HookAnswer, Sequence[memoryview]]]
 pack = msgspec.msgpack.Encoder().encode
 _CALLS: msgspec.msgpack.Decoder[HookCall] = msgspec.msgpack.Decoder(HookCall)
 
 
 def answer(
-    hooks: Hooks, signature: ModelSignature, asked: HookCall, body: bytes
+    hooks: Hooks, signature: ModelSignature, call: HookCall, body: bytes
 ) -> tuple[HookAnswer, Sequence[memoryview]]:
     """Return what hooks say to one call; whatever they raise is an answer too."""
     try:
-        if isinstance(asked, Postprocess):
-            outputs, end = _arrays(asked.outputs, body)
+        if isinstance(call, Postprocess):
+            outputs, end = _arrays(call.outputs, body)
             return Done(), [memoryview(answer_json(answer_of(hooks, outputs, body[end:])))]
         try:
             arrays = hooks.preprocess(body)
@@ -90,6 +101,23 @@ def answer(
         return said, [array.reshape(-1).view(np.uint8).data for array in made]
     except InvalidInputError as error:
         return Faulty(str(error)[:_MOST_SAID]), ()
+    except BaseException:  # anybody's code: also what would end the process
+        return Faulty(traceback.format_exc()[-_MOST_SAID:]), ()
+
+
+def answer_function(
+    functions: ApplicationFunctions, call: HookCall, body: bytes
+) -> tuple[HookAnswer, Sequence[memoryview]]:
+    """Return what a function of an application makes; whatever it raises is an answer too."""
+    assert isinstance(call, CallFunction)
+    try:
+        try:
+            made = functions.call(call, body)
+        except InvalidInputError as error:
+            return BadBody(str(error)[:_MOST_SAID]), ()
+        return functions.packed(call, made)
+    except InvalidInputError as error:
+        return Faulty(str(error)[:_MOST_SAID], "; ".join(problem.rule for problem in error.problems)[:_MOST_TOLD]), ()
     except BaseException:  # anybody's code: also what would end the process
         return Faulty(traceback.format_exc()[-_MOST_SAID:]), ()
 
@@ -113,20 +141,28 @@ def main() -> None:
     os.dup2(2, 1)
     came = line.makefile("rb")
     first = _received(came)
-    if first is None or not isinstance(first[0], SetUp):
+    if first is None:
         return
-    signature = first[0].signature
     try:
-        source = first[0].hooks
-        # Ours is allowed, whatever factories an operator allows.
-        hooks = SchemaHooks(signature) if source == SCHEMA_HOOKS else load_hooks(source, signature)
+        done, answering = _set_up(first[0])
     except BaseException as error:
         is_told = isinstance(error, InvalidInputError)
         _send(line, Faulty(str(error) if is_told else traceback.format_exc()[-_MOST_SAID:]), ())
         return
-    _send(line, Done(sees_request=sees_request(hooks)), ())
+    _send(line, done, ())
     while (call := _received(came)) is not None:
-        _send(line, *answer(hooks, signature, *call))
+        _send(line, *answering(*call))
+
+
+def _set_up(first: HookCall) -> tuple[Done, Answering]:
+    """Return what answers the calls that follow the first message; raises `InvalidInputError` if it cannot be made."""
+    if isinstance(first, SetUpFunctions):
+        return Done(), partial(answer_function, ApplicationFunctions(first))
+    assert isinstance(first, SetUp)
+    signature, source = first.signature, first.hooks
+    # Ours is allowed, whatever factories an operator allows.
+    hooks = SchemaHooks(signature) if source == SCHEMA_HOOKS else load_hooks(source, signature)
+    return Done(sees_request=sees_request(hooks)), partial(answer, hooks, signature)
 
 
 def _go_on_in_child() -> None:

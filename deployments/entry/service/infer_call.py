@@ -22,7 +22,7 @@ from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.entry.service.routing import Route
 from tenuto.deployments.entry.service.traces import Traced
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
-from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.outcome import Outcome
 
@@ -40,6 +40,7 @@ class SharedService(Protocol):
     """What a gateway does for each of its requests."""
 
     margin: Margin
+    arena: Arena | None
 
     @property
     def now_ms(self) -> float:
@@ -48,8 +49,8 @@ class SharedService(Protocol):
     def request_id(self, raw: str) -> str:
         """Return the name that the client gave the request, in printable ASCII, or a new name."""
 
-    def gave_up(self, request: Request, alone_ms: float) -> None:
-        """Note that a request expired."""
+    def gave_up(self, arrived_ms: float, deadline_ms: float, alone_ms: float) -> None:
+        """Note that a request expired, which takes so long alone."""
 
     def wait_for(
         self, exchange: Exchange, result: asyncio.Future[bytes], then: Callable[[bytes], None], due_ms: float
@@ -133,9 +134,9 @@ class InferCall(msgspec.Struct, eq=False):
             parsed = reader.read(body, self._route.json_length, slot)
         else:
             parsed = reader.read_described(described, body, slot)
-        if parsed.header.outputs:
-            interface = self._model.interface
-            assert interface is not None
+        interface = self._model.interface
+        assert interface is not None
+        if parsed.header.outputs and interface.outputs:  # only an application may have none that are known before
             check_outputs(parsed.header.outputs, interface.outputs)
         return parsed
 
@@ -191,16 +192,16 @@ class InferCall(msgspec.Struct, eq=False):
     def refused(self, request: Request, refused: Refused) -> None:
         """Refuse the request, because one of its samples was not executed."""
         if refused.outcome is Outcome.EXPIRED:
-            self._service.gave_up(request, self._model.alone_ms + self._after_ms)
+            alone_ms = self._model.alone_ms + self._after_ms
+            self._service.gave_up(request.arrived_ms, request.deadline_ms, alone_ms)
         if self._is_over:
             return
         self._is_over = True
         waited = b"%.3f" % max(0.0, self._service.now_ms - request.arrived_ms)
         name = request.client_id or self._service.request_id(self._id or self._route.client_id)
-        lines = _LINES % (waited, waited, _BATCH_LINES % (0.0, 0, refused.gpulet.encode()), name.encode())
-        error = HttpError(refused.http_status, refused.reason, details={"outcome": refused.outcome.word})
-        payload = error.payload(self._exchange.head.url)
-        self._reply(refused.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
+        self._refuse(
+            refused, _LINES % (waited, waited, _BATCH_LINES % (0.0, 0, refused.gpulet.encode()), name.encode())
+        )
         if self._traced is not None:
             stages = {"waiting": (request.arrived_ms, self._service.now_ms)}
             self._trace(request, stages, refused.outcome.word, rule=refused.rule.value, loop=refused.loop.value)
@@ -247,6 +248,12 @@ class InferCall(msgspec.Struct, eq=False):
         self._reply(200, lines + JSON, [text])
         if self._traced is not None:
             self._trace_executed(request, executed)
+
+    def _refuse(self, refused: Refused, lines: bytes) -> None:
+        """Send the response of a request that was not executed."""
+        error = HttpError(refused.http_status, refused.reason, details={"outcome": refused.outcome.word})
+        payload = error.payload(self._exchange.head.url)
+        self._reply(refused.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
 
     def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response, with the header of the trace that it belongs to."""
@@ -304,11 +311,18 @@ class InferCall(msgspec.Struct, eq=False):
             self._reply(200, lines + JSON, [orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)])
             return
         samples = [at[0].tensors(at[1]) for at in map(self._rows.__getitem__, [each.id for each in self._open])]
+        self._write_samples(samples, lines, parameters)
+
+    def _write_samples(self, samples: Sequence[Sequence[OutputTensor]], lines: bytes, parameters: bytes) -> None:
+        """Send the outputs of all samples, as the request wants them."""
         if self._write is not None:
             self._reply(200, lines + JSON, [self._write(samples)])
             return
+        parsed, model = self._parsed, self._model
         assert parsed is not None
-        text, binary = encode_response(model.named, parsed.header, samples, parameters, interface.signature.labels)
+        assert model.interface is not None
+        labels = model.interface.signature.labels
+        text, binary = encode_response(model.named, parsed.header, samples, parameters, labels)
         if binary:
             self._reply(200, lines + _BINARY % len(text), [text, *binary])
         else:

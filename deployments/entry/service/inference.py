@@ -10,14 +10,15 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from tenuto.batching.applications.stage_times import StageTimes
+from tenuto.batching.core.build import from_plan
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
-from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.http.framing import MOST_CACHED_HEADS
@@ -38,10 +39,12 @@ from tenuto.deployments.entry.protocols.oip_requests import (
 )
 from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
+from tenuto.deployments.entry.service.application_call import ApplicationCall
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.generation_call import GenerationCall
 from tenuto.deployments.entry.service.infer_call import InferCall
 from tenuto.deployments.entry.service.margin import Margin
+from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, load_path, named_model, route_to
 from tenuto.deployments.entry.service.schema_checks import SchemaChecks
@@ -50,9 +53,11 @@ from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCop
 from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
+from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.tensors import Buffer, RequestInputs
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.placement.application import Application
 from tenuto.placement.versions import versioned
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.model_options import ModelOptions
@@ -146,11 +151,14 @@ class InferenceService:
         self.traces: Traces | None = None
         self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, if it says so
         self.max_body_bytes = 64 << 20
+        self.arena: Arena | None = None  # what stages of applications hand on lies there
         self._manage = manage
         self._clock = clock
         self._dispatching: Dispatching | None = None
         self._plan: Plan | None = None
-        self._models: dict[str, PlannedModel] = {}
+        self._models: dict[str, PlannedModel] = {}  # with what is asked of applications, by their names
+        self._applications: dict[str, PlannedApplication] = {}
+        self._stage_times = StageTimes()
         self._splits: dict[str, Split] = {}  # of models that have versions
         self._draw, self._copies = draw, ShadowCopies(draw)
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
@@ -167,6 +175,8 @@ class InferenceService:
         """Send requests to a scheduling side, by its present plan. Call this again when the plan has changed, or what
         gpu-lets hold."""
         plan = dispatching.plan
+        if plan is not None and plan is not self._plan and plan.applications:
+            self._stage_times.follow(from_plan(plan, check_slos=False))
         self._dispatching, self._plan = dispatching, plan
         self._forget_routes()
         known, self._models = self._models, {}
@@ -181,8 +191,28 @@ class InferenceService:
         self._splits = (
             {} if plan is None else traffic_splits(plan.models, lambda n: models[n].is_ready, self._signature)
         )
+        self._follow_applications(() if plan is None else plan.applications)
         for name in known.keys() - self._models.keys():
             known[name].close()
+
+    def _follow_applications(self, applications: Sequence[Application]) -> None:
+        """Take the applications of a plan. Requests under way go on with what they began with."""
+        known, self._applications = self._applications, {}
+        for application in applications:
+            planned = known.get(application.name)
+            if planned is None or planned.application != application:
+                planned = PlannedApplication(application, self._stage_times, self._choose)
+            planned.follow(lambda name: self._models[self.name(name)])
+            self._applications[application.name] = planned
+            self._models[application.name] = planned.model
+        for name, planned in known.items():
+            if self._applications.get(name) is not planned:
+                planned.retire()
+
+    def _choose(self, model: str) -> str:
+        """Return the model of a stage, or one of its versions, for one request."""
+        split = self._splits.get(model)
+        return model if split is None else split.choose(self._draw())
 
     def _signature(self, name: str) -> ModelSignature | None:
         """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""
@@ -248,6 +278,8 @@ class InferenceService:
     def _ready(self, model: PlannedModel) -> ModelInterface:
         if model.is_ready and model.interface is not None:
             return model.interface
+        if model.name in self._applications:
+            raise HttpError(503, self._applications[model.name].problem, retry_after_s=2)
         plan = self._plan
         if plan is not None and model.name in plan.unserved:
             why = plan.unserved_reasons.get(model.name, "no reason given")
@@ -383,7 +415,10 @@ class InferenceService:
         if action == "infer" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
             raise HttpError(413, JSON_TOO_LARGE)
         route = route_to(self._infer if action == "infer" else self._predict, model, head)
-        return route._replace(json_length=None if length is None else int(length), call=InferCall)
+        call: Any = InferCall
+        if (application := self._applications.get(model.name)) is not None:
+            call = partial(ApplicationCall, _application=application, _interface=application.interface)
+        return route._replace(json_length=None if length is None else int(length), call=call)
 
     def _text_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
         """Return the route of texts in JSON; of OpenAI's interface only the body names the model."""
@@ -544,8 +579,14 @@ class InferenceService:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
         model = route.model
         assert model is not None
-        interface = self._ready(model)
+        interface, application = self._ready(model), self._applications.get(model.name)
+        preprocess: Callable[[Buffer], RequestInputs] = interface.preprocess
         hooks = model.hooks
+        if application is not None and application.decoder is not None:
+            interface, hooks = self._ready(application.decoder), application.decoder.hooks
+            preprocess = interface.preprocess
+        elif application is not None:
+            preprocess = application.take_body
         limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else _MOST_TEXT_BYTES
         if len(exchange.body) > limit:
             raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
@@ -563,21 +604,21 @@ class InferenceService:
 
         def read() -> tuple[RequestInputs, Buffer]:
             body = plain()
-            return interface.preprocess(body), body
+            return preprocess(body), body
 
         if hooks is None:
             self._aside(exchange, read, lambda found: begin(*found), due_ms)
             return
         pool = hooks
 
-        def preprocess(body: Buffer) -> None:
+        def begin_hooks(body: Buffer) -> None:
             made = pool.preprocess(body, latest_ms)
             self.wait_for(exchange, made, lambda sample: begin(sample, body), due_ms)
 
         if route.encoding is None:
-            preprocess(exchange.body)
+            begin_hooks(exchange.body)
         else:
-            self._aside(exchange, plain, preprocess, due_ms)
+            self._aside(exchange, plain, begin_hooks, due_ms)
 
     def _call(
         self,
@@ -646,10 +687,10 @@ class InferenceService:
             return f"{self._id_prefix}-{next(self._numbers)}"
         return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
 
-    def gave_up(self, request: Request, alone_ms: float) -> None:
+    def gave_up(self, arrived_ms: float, deadline_ms: float, alone_ms: float) -> None:
         """A request expired: note whether only the margin prevented it."""
-        allowance_ms = self.margin.allowance_ms(request.deadline_ms - request.arrived_ms, alone_ms)
-        if self._clock() * 1000.0 + alone_ms <= request.deadline_ms - allowance_ms:
+        allowance_ms = self.margin.allowance_ms(deadline_ms - arrived_ms, alone_ms)
+        if self._clock() * 1000.0 + alone_ms <= deadline_ms - allowance_ms:
             self.margin.refused_for_it()
 
     @property
@@ -661,6 +702,8 @@ class InferenceService:
         """End the threads, the processes of hooks and the traces."""
         for model in self._models.values():
             model.close()
+        for application in self._applications.values():
+            application.close()
         self._forget_routes()  # they lead back here
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._schemas.close()

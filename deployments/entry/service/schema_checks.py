@@ -10,7 +10,8 @@ from functools import partial
 
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.service.hook_pool import HookFaultError, HookPool
+from tenuto.deployments.entry.service.hook_pool import HookPool
+from tenuto.deployments.entry.service.process_pool import HookFaultError
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.profiles.networks.grammars import CHECKED_S, NEEDED, SCHEMA_HOOKS, SchemaHooks
 from tenuto.profiles.networks.model_options import HookOptions

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 from tenuto.deployments.entry.http.exchange import HttpError
-from tenuto.deployments.entry.service import hook_pool
-from tenuto.deployments.entry.service.hook_pool import HookFaultError, HookPool
+from tenuto.deployments.entry.service import process_pool
+from tenuto.deployments.entry.service.hook_pool import HookPool
+from tenuto.deployments.entry.service.hook_process import Postprocess
 from tenuto.deployments.entry.service.planned_model import PlannedModel
+from tenuto.deployments.entry.service.process_pool import HookFaultError
 from tenuto.placement import Plan
 from tenuto.profiles.networks.model_options import HookOptions
 from tests.deployments.entry.test_gateway import Bench
@@ -41,7 +43,7 @@ def plan(hooks: str = NUMBERS, *, processes: int = 1) -> Plan:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of hooks that ended are replaced at once."""
-    monkeypatch.setattr(hook_pool, "AGAIN_S", 0.01)
+    monkeypatch.setattr(process_pool, "AGAIN_S", 0.01)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ async def test_a_process_that_cannot_be_started_for_want_of_descriptors_is_start
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as short:
-        short.setattr(hook_pool.subprocess, "Popen", full)
+        short.setattr(process_pool.subprocess, "Popen", full)
         await predict(bench, b"crash")
         while (answer := await predict(bench, b"[1, 2]")).status_code == 200:
             await asyncio.sleep(0.01)
@@ -243,9 +245,9 @@ async def test_what_is_kept_for_an_answer_is_never_more_than_half_of_what_there_
     model.follow(100.0, 20.0, SIGNATURE, HookOptions(hooks=NUMBERS, hook_processes=1), is_ready=True)
     try:
         assert model.hooks is not None
-        model.hooks.after_ms = 1000.0
+        model.hooks.longest_ms[Postprocess] = 1000.0
         assert model.after_ms == 40.0
-        model.hooks.after_ms = 3.0
+        model.hooks.longest_ms[Postprocess] = 3.0
         assert model.after_ms == 3.0
     finally:
         model.close()

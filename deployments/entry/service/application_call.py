@@ -1,0 +1,180 @@
+"""One request for an application over HTTP or gRPC, from its body to its response: it is parsed and answered as one for
+a model, and each of its samples runs through the application's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import orjson
+
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.http.exchange import JSON, HttpError, refuse
+from tenuto.deployments.entry.protocols.oip_answers import plain_values
+from tenuto.deployments.entry.service.infer_call import InferCall, Writer
+from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
+from tenuto.deployments.entry.service.run_memory import RunMemory
+from tenuto.deployments.entry.service.running_graph import RunningGraph
+from tenuto.deployments.wire.answers import Refused
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
+from tenuto.outcome import Outcome
+
+_LINES = b"x-tenuto-request-id: %b\r\nx-tenuto-stages: %b\r\n"
+
+
+class ApplicationCall(InferCall, eq=False):
+    """A request for an application, of one or more samples; `RunningGraph` asks the models of its stages."""
+
+    _application: PlannedApplication | None = None
+    _interface: ApplicationInterface | None = None
+    _graphs: list[RunningGraph] = msgspec.field(default_factory=list)  # one for each sample
+    _outputs: dict[int, Sequence[OutputTensor]] = msgspec.field(default_factory=dict)  # of samples that are complete
+
+    def begin(self) -> None:
+        """Ask for what is in the body of the exchange; raises as `InferCall.begin`."""
+        self.begin_parsed(self.parse(self._exchange.body, self._exchange.slot))
+
+    def begin_decoded(
+        self, samples: Sequence[RequestInputs], write: Writer | None = None, request: Buffer = b""
+    ) -> None:
+        """Ask for what the application's decoder made of a body, or, without a decoder, for the body itself."""
+        interface = self._interface
+        assert interface is not None
+        if (place := interface.decoder) is not None:
+            samples = [interface.decoded(place, each) for each in samples]
+        super().begin_decoded(samples, write, request)
+
+    def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
+        del early
+        exchange, service, application, interface = self._exchange, self._service, self._application, self._interface
+        assert application is not None
+        assert interface is not None
+        exchange.on_left = self._cancel
+        exchange.spend(len(samples))
+        name = service.request_id(self._id or self._route.client_id)
+        reserve_ms = service.margin.reserve_ms(self._slo_ms, self._model.alone_ms)
+        self._graphs = [
+            RunningGraph(
+                application,
+                interface,
+                self._dispatching,
+                self,
+                RequestInputs(list(parts), sizes),
+                RunMemory(service.arena, exchange.slot),
+                body=self._body(),
+                arrived_ms=exchange.arrived_ms,
+                slo_ms=self._slo_ms,
+                reserve_ms=reserve_ms,
+                client_id=name,
+                yields=self._yields,
+                clock_ms=lambda: service.now_ms,
+            )
+            for parts, sizes in zip(samples, self._sizes, strict=True)
+        ]
+        for graph in self._graphs:
+            if not self._is_over:
+                graph.begin()
+
+    def _body(self) -> InputPart | None:
+        """Return the body of a request that is no tensor, for functions; None where there are none."""
+        exchange = self._exchange
+        if self._parsed is not None or self._application is None or self._application.functions is None:
+            return None
+        if exchange.slot is None or self._request is not exchange.body:
+            return InputPart(self._request)
+        return InputPart(self._request, "", exchange.slot.arena, exchange.slot.offset)
+
+    def _cancel(self) -> None:
+        """Withdraw what is open: the client is gone, or the request is answered without it."""
+        self._is_over = True
+        for graph in self._graphs:
+            graph.withdraw()
+        self._graphs = []
+
+    # --- the end (GraphAsker) -----------------------------------------------------------------------------------
+
+    def completed(self, graph: RunningGraph, outputs: Sequence[OutputTensor]) -> None:
+        """Keep the outputs of a sample, and respond when it was the last one."""
+        self._outputs[self._graphs.index(graph)] = outputs
+        if len(self._outputs) < len(self._graphs):
+            return
+        self._is_over = True
+        try:
+            self._respond_completed(graph)
+        except Exception as error:
+            refuse(self._exchange, error)
+        finally:
+            self._graphs = []  # they hold this call
+
+    def _respond_completed(self, graph: RunningGraph) -> None:
+        """Send the outputs of all samples, with the times of the last one."""
+        times = _after(graph)
+        parameters: dict[str, float | bool] = {}
+        for label, (begin_ms, end_ms, requests) in times.items():
+            parameters |= {f"{label}.begin_ms": begin_ms, f"{label}.end_ms": end_ms, f"{label}.requests": requests}
+        parameters["emulated"] = graph.emulated
+        self._write_samples(self._samples(), self._lines(graph), orjson.dumps(parameters))
+        left_ms = graph.deadline_ms - self._service.now_ms
+        self._service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, graph.reserve_ms)
+        self._trace_graph(graph, "ok" if left_ms >= 0.0 else "late")
+
+    def _write_samples(self, samples: Sequence[Sequence[OutputTensor]], lines: bytes, parameters: bytes) -> None:
+        """Send the outputs, those of a body that was no tensor as plain JSON."""
+        if self._parsed is not None or self._write is not None:
+            super()._write_samples(samples, lines, parameters)
+            return
+        answer = {
+            "model_name": self._model.model,
+            "model_version": self._model.version,
+            "prediction": {each.name: plain_values(each) for each in samples[0]},
+            "parameters": orjson.Fragment(parameters),
+        }
+        self._reply(200, lines + JSON, [orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)])
+
+    def _samples(self) -> list[list[OutputTensor]]:
+        """Return the outputs of each sample; of a stage that may be missing, only where no sample lacks it. Raises
+        `HttpError` for one that the client names and that is not there."""
+        samples = [self._outputs[place] for place in range(len(self._graphs))]
+        names = set.intersection(*({each.name for each in sample} for sample in samples))
+        requested = (self._parsed.header.outputs if self._parsed is not None else None) or ()
+        missing = next((each.name for each in requested if each.name not in names), None)
+        if missing is not None:
+            assert self._interface is not None
+            if self._interface.composed.outputs is None:
+                raise HttpError(400, f"unknown output '{missing}'. The answer has: {', '.join(sorted(names))}.")
+            raise HttpError(503, f"output '{missing}' is missing: its stage had no answer. Send the request again.")
+        return [[each for each in sample if each.name in names] for sample in samples]
+
+    def given_up(self, graph: RunningGraph, refused: Refused) -> None:
+        """Refuse the request: a request with several samples has all or none."""
+        if refused.outcome is Outcome.EXPIRED:
+            self._service.gave_up(graph.arrived_ms, graph.deadline_ms, self._model.alone_ms)
+        if self._is_over:
+            return
+        self._is_over = True
+        self._refuse(refused, self._lines(graph))
+        self._trace_graph(graph, refused.outcome.word, rule=refused.rule.value)
+        self._cancel()
+
+    def _trace_graph(self, graph: RunningGraph, outcome: str, **about: str) -> None:
+        if self._traced is not None:
+            stages = {label: (begin_ms, end_ms) for label, (begin_ms, end_ms, _) in graph.times_ms().items()}
+            named = {"model": self._model.name, "outcome": outcome, "request_id": graph.client_id, **about}
+            self._traced.end(self._service.now_ms, stages, named)
+
+    def _lines(self, graph: RunningGraph) -> bytes:
+        """Return what a response says of its request and its stages, as raw header lines."""
+        stages = (
+            f"{label};begin={begin_ms:.3f};end={end_ms:.3f};requests={requests}"
+            for label, (begin_ms, end_ms, requests) in _after(graph).items()
+        )
+        return _LINES % (graph.client_id.encode(), ", ".join(stages).encode())
+
+
+def _after(graph: RunningGraph) -> Mapping[str, tuple[float, float, int]]:
+    """Return the times of a graph's stages, in ms after its request came."""
+    came_ms = graph.arrived_ms
+    return {
+        label: (round(begin_ms - came_ms, 3), round(end_ms - came_ms, 3), requests)
+        for label, (begin_ms, end_ms, requests) in graph.times_ms().items()
+    }

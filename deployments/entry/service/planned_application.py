@@ -1,0 +1,155 @@
+"""An application as the gateway sees it: its graph, the tensors that clients send and get, and whether all its stages
+can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tenuto.batching.applications.application_graph import ApplicationGraph
+from tenuto.batching.applications.stage_times import StageTimes
+from tenuto.deployments.entry.http.exchange import BadRequestError
+from tenuto.deployments.entry.service.function_pool import FunctionPool
+from tenuto.deployments.entry.service.planned_model import PlannedModel
+from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs, pack_elements
+from tenuto.errors import InvalidInputError
+from tenuto.placement.application import Application
+from tenuto.placement.application_signature import ApplicationSignature
+from tenuto.profiles.networks.catalogue import BYTES, ModelSignature
+from tenuto.profiles.networks.model_options import HookOptions
+
+
+@dataclass(frozen=True)
+class ApplicationInterface:
+    """The tensors of an application and of its stages' models, as gpu-lets reported them.
+
+    `handed_on`: the outputs of each stage that others take as inputs, or that functions see. `before`: the stages that
+    each stage waits for, and those that these wait for.
+    """
+
+    application: Application
+    graph: ApplicationGraph
+    stages: tuple[ModelSignature, ...]
+    composed: ApplicationSignature
+    handed_on: tuple[frozenset[str], ...]
+    before: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls, application: Application, graph: ApplicationGraph, stages: tuple[ModelSignature, ...]
+    ) -> ApplicationInterface:
+        """Compose it; raises `InvalidInputError` if the tensors do not fit."""
+        composed = ApplicationSignature.of(application, stages)
+        before: dict[int, frozenset[int]] = {}
+        for place in graph.order:
+            before[place] = frozenset(graph.stages[place].before).union(
+                *(before[b] for b in graph.stages[place].before)
+            )
+        taken = [source for sources in composed.inputs for source in sources or ()]
+        seen = {b for place, sources in enumerate(composed.inputs) if sources is None for b in before[place]}
+        handed_on = (
+            frozenset(output.name for output in stages[place].outputs)
+            if place in seen or composed.outputs is None
+            else frozenset(source.name for source in taken if source.stage == place)
+            for place in range(len(stages))
+        )
+        ordered = (tuple(sorted(before[place])) for place in range(len(stages)))
+        return cls(application, graph, stages, composed, tuple(handed_on), tuple(ordered))
+
+    @property
+    def decoder(self) -> int | None:
+        """The stage whose model makes all inputs of the application of a picture or a text; None if no stage does."""
+        names = {tensor.name for tensor in self.composed.signature.inputs}
+        for place, sources in enumerate(self.composed.inputs):
+            if sources and all(each.stage is None for each in sources) and {each.name for each in sources} == names:
+                return place
+        return None
+
+    def decoded(self, place: int, sample: RequestInputs) -> RequestInputs:
+        """Return the inputs of the application of those of the stage that is its decoder."""
+        tensors, sources = self.stages[place].at(sample.sizes).inputs, self.composed.inputs[place] or ()
+        parts = {each.name: part for each, part in zip(sources, sample.parts, strict=True)}
+        shapes = {each.name: tensor.fixed_shape for each, tensor in zip(sources, tensors, strict=True)}
+        names = [tensor.name for tensor in self.composed.signature.inputs]
+        sizes = self.composed.signature.sizes_of([shapes[name] for name in names])
+        return RequestInputs([parts[name] for name in names], sizes)
+
+
+class PlannedApplication:
+    """An application of the plan, for requests. `model` is what they ask, as if it were a model; `interface`: None
+    before all models of its stages are known. `problem`: why it cannot be asked now; empty if it can."""
+
+    def __init__(self, application: Application, times: StageTimes, choose: Callable[[str], str]) -> None:
+        """Take the entry in the plan, what is known of how long stages take, and what chooses the version of a model
+        that a request asks. One with functions needs a running event loop."""
+        self.application, self.times, self.choose = application, times, choose
+        self.graph = ApplicationGraph.of(application)
+        self.model = PlannedModel(application.name)
+        self.interface: ApplicationInterface | None = None
+        self.functions: FunctionPool | None = None  # None: it has none, or is not known yet
+        self.decoder: PlannedModel | None = None  # whose hooks make its inputs of a picture or a text
+        self.problem = ""
+        self._running, self._is_retired = 0, False
+
+    def follow(self, model_of: Callable[[str], PlannedModel]) -> None:
+        """Take the present state of the models of its stages, and what they take at least."""
+        stages = self.graph.stages
+        models = [model_of(stage.model) for stage in stages]
+        self._compose([model.interface.signature for model in models if model.interface is not None])
+        away = [stage.label for stage, model in zip(stages, models, strict=True) if not model.is_ready]
+        if away:
+            at = f"{'stage' if len(away) == 1 else 'stages'} {', '.join(away)} of '{self.model.name}'"
+            self.problem = f"no gpu-let of {at} is ready. Retry in a few seconds."
+        place = None if self.interface is None else self.interface.decoder
+        self.decoder = None if place is None else models[place]
+        least_ms = [self.times.least_ms(stage.model) for stage in stages]
+        alone_ms = max(map(sum, zip(least_ms, self.graph.longest_behind(least_ms), strict=True)))
+        signature = None if self.interface is None else self.interface.composed.signature
+        self.model.follow(self.application.slo_ms, alone_ms, signature, HookOptions(), is_ready=not self.problem)
+
+    def take_body(self, body: Buffer) -> RequestInputs:
+        """Return the inputs of an application whose functions read the body; raises `BadRequestError` if none does."""
+        if self.interface is None or not self.interface.composed.takes_body:
+            rule = "no stage of it makes all its inputs of a body"
+            raise BadRequestError(f"'{self.model.name}' takes tensors: {rule}. Ask /v2/models/MODEL/infer.")
+        return RequestInputs([InputPart(pack_elements([bytes(body)]), BYTES)])
+
+    def begin_run(self) -> None:
+        """Note that a request is under way; each needs one `end_run`."""
+        self._running += 1
+
+    def end_run(self) -> None:
+        """Note that a request has ended."""
+        self._running -= 1
+        self._close_if_unused()
+
+    def retire(self) -> None:
+        """End the functions when no request is under way any more: the plan has it no longer, or another of its name.
+        Needs no event loop where the application has no functions."""
+        self._is_retired = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._is_retired and not self._running:
+            self.close()
+
+    def close(self) -> None:
+        """End the functions."""
+        if self.functions is not None:
+            self.functions.close()
+        self.functions = None
+
+    def _compose(self, known: list[ModelSignature]) -> None:
+        """Compose the tensors anew if all models are known and one has changed."""
+        signatures, self.problem = tuple(known), ""
+        if len(signatures) < len(self.graph.stages):
+            return
+        if self.interface is not None and self.interface.stages == signatures:
+            return
+        self.close()
+        try:
+            self.interface = ApplicationInterface.of(self.application, self.graph, signatures)
+            if self.interface.composed.outputs is None or None in self.interface.composed.inputs:
+                self.functions = FunctionPool(self.application, signatures)
+        except InvalidInputError as error:
+            self.interface, self.problem = None, f"'{self.model.name}' does not fit its models: {error}"

@@ -1,0 +1,40 @@
+"""Shared memory of one request of an application."""
+
+from __future__ import annotations
+
+from tenuto.deployments.wire.arena import Arena, Slot
+
+_SHARED_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
+
+
+class RunMemory:
+    """Where the inputs of the request lie, and what its stages hand on. All of it is given back together, after the
+    last holder has released it."""
+
+    def __init__(self, arena: Arena | None, inputs: Slot | None) -> None:
+        """Take the arena for what is handed on, and what the inputs lie in; the caller is the first holder."""
+        self._arena, self._slots, self._holders = arena, [] if inputs is None else [inputs], 1
+        if inputs is not None:
+            inputs.hold()
+
+    def take_slot(self, size: int) -> Slot | None:
+        """Return a place for so many bytes; None where no memory is left, or they are so few that a copy is cheaper."""
+        arena = self._arena
+        if arena is None or size < _SHARED_BYTES or arena.used_bytes + size > arena.limit_bytes:
+            return None
+        slot = arena.take(size)
+        if slot is not None:
+            self._slots.append(slot)
+        return slot
+
+    def hold(self) -> None:
+        """Add a holder; each `hold` needs one `release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Remove a holder."""
+        self._holders -= 1
+        if not self._holders:
+            slots, self._slots = self._slots, []
+            for slot in slots:
+                slot.release()

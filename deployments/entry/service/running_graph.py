@@ -1,0 +1,422 @@
+"""One request of an application under way: it asks models for what its stages need, as soon as their inputs are there.
+
+`ApplicationRun` decides when and by when; here requests are made of tensors, and answers become tensors of later
+requests. All of this happens in callbacks on one event loop, without tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from msgspec import structs
+
+from tenuto.batching.applications.application_run import ApplicationRun
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.http.exchange import HttpError, unexpected
+from tenuto.deployments.entry.service.dispatching import Dispatching
+from tenuto.deployments.entry.service.function_pool import FunctionPool, PlacedTensor, VisibleTensors
+from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
+from tenuto.deployments.entry.service.process_pool import HookFaultError
+from tenuto.deployments.entry.service.run_memory import RunMemory
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs
+from tenuto.errors import new_incident
+from tenuto.outcome import Outcome, Rule
+from tenuto.placement.application_signature import BODY, TensorSource
+from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
+from tenuto.profiles.networks.inputs import LENGTH_BYTES
+
+logger = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
+
+
+class _MisfitError(Exception):
+    """A tensor that a stage made does not fit where it goes. The text is for the client."""
+
+
+class GraphAsker(Protocol):
+    """Who has sent a request of an application. Exactly one of its methods is called, once, unless the request is
+    withdrawn before."""
+
+    def completed(self, graph: RunningGraph, outputs: Sequence[OutputTensor]) -> None:
+        """Take the outputs of the application."""
+
+    def given_up(self, graph: RunningGraph, refused: Refused) -> None:
+        """Learn why there is no answer."""
+
+
+class StageRequests:
+    """The requests of one stage, and their answers: the outputs of each, None while it has none."""
+
+    def __init__(self, graph: RunningGraph, place: int, count: int, due_ms: float) -> None:
+        self._graph, self._place = graph, place
+        self.due_ms, self.ended_ms, self.left = due_ms, math.nan, count  # `left` have not ended
+        self.outputs: list[list[OutputTensor] | None] = [None] * count
+        self.shared: dict[tuple[int, str], InputPart] = {}  # outputs in shared memory, by place and name
+        self.opened: dict[int, tuple[Request, int]] = {}  # those that wait for an answer, with their places
+        self.refused_ids: set[int] = set()
+        self.emulated = False
+
+    def end_one(self, now_ms: float) -> float:
+        """Note that a request has ended now, with or without an answer. Returns the time."""
+        self.left -= 1
+        self.ended_ms = now_ms
+        return now_ms
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        """Take an answer (`Asker`)."""
+        _, position = self.opened.pop(request.id)
+        self.outputs[position] = executed.tensors(row)
+        self.emulated |= executed.emulated
+        self._graph.answered(self._place, position)
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        """Learn that a request gets no answer (`Asker`)."""
+        self.opened.pop(request.id, None)  # one that is turned away at once was never in there
+        self.refused_ids.add(request.id)
+        self._graph.lost(self._place, refused)
+
+
+class RunningGraph:
+    """Invariant: its asker is told one end, once, unless the request was withdrawn before. From then on none of its
+    requests to models is open, and it holds no memory."""
+
+    def __init__(
+        self,
+        application: PlannedApplication,
+        interface: ApplicationInterface,
+        dispatching: Dispatching,
+        asker: GraphAsker,
+        inputs: RequestInputs,
+        memory: RunMemory,
+        *,
+        body: InputPart | None,
+        arrived_ms: float,
+        slo_ms: float,
+        reserve_ms: float,
+        client_id: str,
+        yields: bool,
+        clock_ms: Callable[[], float],
+    ) -> None:
+        """Prepare; `begin` asks for the first stages.
+
+        Args:
+            application: of the plan.
+            interface: its tensors.
+            dispatching: takes the requests to models.
+            asker: is told of the end.
+            inputs: of the application.
+            memory: holds what lies in shared memory; this is one holder.
+            body: what functions see beside the inputs: the body of a request that is no tensor.
+            arrived_ms: when the request came, on the monotonic clock.
+            slo_ms: time allowed from then.
+            reserve_ms: time kept of the deadline for the way back to the client.
+            client_id: the client's id of the request, which those to models get, too.
+            yields: requests of others go first.
+            clock_ms: what the monotonic clock shows.
+        """
+        self.arrived_ms, self.deadline_ms, self.reserve_ms = arrived_ms, arrived_ms + slo_ms, reserve_ms
+        self.client_id, self.stages = client_id, dict[int, StageRequests]()
+        self._application, self._interface, self._dispatching = application, interface, dispatching
+        self._asker, self._memory, self._yields, self._clock_ms = asker, memory, yields, clock_ms
+        self._run = ApplicationRun(interface.graph, arrived_ms, self.deadline_ms - reserve_ms, application.times)
+        specs = interface.composed.signature.at(inputs.sizes).inputs
+        self._inputs = {
+            spec.name: PlacedTensor(part, part.dtype or spec.dtype, spec.fixed_shape)
+            for spec, part in zip(specs, inputs.parts, strict=True)
+        }
+        self._body = body
+        if interface.composed.takes_body:  # it is one element, behind its length
+            part = self._inputs.pop(BODY).part
+            at = part.offset + LENGTH_BYTES if part.arena else 0
+            self._body = InputPart(memoryview(part.data)[LENGTH_BYTES:], "", part.arena, at)
+        self._calls: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}  # of functions, until they return
+        self._due_ms: dict[int, float] = {}  # when each stage was due
+        self._is_over = False
+        application.begin_run()
+
+    def begin(self) -> None:
+        """Ask for the first stages."""
+        self._guarded(lambda: self._begin_stages(self._run.begin(self._clock_ms())))
+
+    def withdraw(self) -> None:
+        """Ask for no more: the client is gone, or is answered without this."""
+        if not self._is_over:
+            self._is_over = True
+            if not self._run.is_over:
+                self._run.give_up(self._clock_ms())
+            for stage in self.stages.values():
+                opened, stage.opened = stage.opened, {}
+                for request, _ in opened.values():
+                    self._dispatching.cancel(request)
+            for call in list(self._calls):
+                call.cancel()
+            self._memory.release()
+            self._application.end_run()
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a stage ran on an emulated GPU."""
+        return any(stage.emulated for stage in self.stages.values())
+
+    def times_ms(self) -> dict[str, tuple[float, float, int]]:
+        """Return for each stage that is complete when it was due and complete, and how many requests it made."""
+        labels = [stage.label for stage in self._interface.graph.stages]
+        complete = ((labels[place], stage) for place, stage in self.stages.items() if not stage.left)
+        return {label: (stage.due_ms, stage.ended_ms, len(stage.outputs)) for label, stage in complete}
+
+    # --- stages -------------------------------------------------------------------------------------------------
+
+    def _begin_stages(self, places: Sequence[int]) -> None:
+        """Ask for the stages that are due, and end when none is left."""
+        for place in places:
+            if not self._is_over:
+                self._begin_stage(place)
+        if not self._run.is_complete or self._is_over or self._calls:
+            return
+        if self._interface.composed.outputs is None:
+            seen, latest_ms = self._seen(self.stages), self.deadline_ms - self.reserve_ms
+            self._call(None, lambda pool: pool.make_outputs(seen, latest_ms, self._memory), self._complete)
+        else:
+            self._complete(self._outputs())
+
+    def _begin_stage(self, place: int) -> None:
+        stage, now_ms = self._interface.application.stages[place], self._clock_ms()
+        self._due_ms[place] = now_ms
+        if self._run.cannot_end(place, now_ms):
+            reason = f"stage '{stage.label}' and what follows cannot end by the deadline. Raise the SLO or add GPUs"
+            self._give_up(Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE))
+        elif stage.map is None:
+            self._send(place, [self._stage_inputs(place)] * stage.most_requests)
+        else:
+            seen, latest_ms = self._seen(self._interface.before[place]), self.deadline_ms - self.reserve_ms
+            ask = lambda pool: pool.make_requests(place, seen, latest_ms, self._memory)  # noqa: E731
+            self._call(place, ask, partial(self._send, place))
+
+    def _complete(self, outputs: Sequence[OutputTensor]) -> None:
+        self.withdraw()
+        self._asker.completed(self, outputs)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Do a step of this request. Whatever it raises ends this request, and nothing else."""
+        try:
+            step()
+        except Exception as error:
+            is_told = isinstance(error, _MisfitError)
+            reason = str(error) if is_told else unexpected(self._interface.application.name, error).message
+            self._give_up(Refused(Outcome.FAILED, reason, rule=Rule.RAISED))
+
+    # --- functions ----------------------------------------------------------------------------------------------
+
+    def _call(
+        self, place: int | None, begin: Callable[[FunctionPool], asyncio.Future[T]], then: Callable[[T], None]
+    ) -> None:
+        """Call the function that makes the requests of a stage, or without a stage the answer, and go on with what it
+        makes."""
+        pool = self._application.functions
+        if pool is None:
+            self._give_up(Refused(Outcome.FAILED, f"the functions of '{self._interface.application.name}' have ended"))
+            return
+        name = pool.name(place)
+        try:
+            call = begin(pool)
+        except HttpError as error:
+            self._give_up(_refusal(name, error))
+            return
+        left_s = max(0.0, self.deadline_ms - self._clock_ms()) / 1000.0
+        self._calls[call] = asyncio.get_running_loop().call_later(left_s, self._expire, name)
+        call.add_done_callback(partial(self._returned, name, then))
+
+    def _returned(self, name: str, then: Callable[[T], None], call: asyncio.Future[T]) -> None:
+        timer = self._calls.pop(call, None)
+        if timer is not None:
+            timer.cancel()
+        if call.cancelled() or self._is_over:
+            return
+        error = call.exception()
+        if error is None:
+            self._guarded(lambda: then(call.result()))
+        else:
+            self._give_up(_refusal(name, error))
+
+    def _expire(self, name: str) -> None:
+        self._give_up(Refused(Outcome.EXPIRED, f"{name} has not returned by the deadline", 1.0, rule=Rule.LOST))
+
+    # --- requests of stages -------------------------------------------------------------------------------------
+
+    def _send(self, place: int, samples: Sequence[RequestInputs]) -> None:
+        """Ask a model for all requests of a stage."""
+        run, stage, now_ms = self._run, self._interface.graph.stages[place], self._clock_ms()
+        requests = self.stages[place] = StageRequests(self, place, len(samples), self._due_ms[place])
+        if not samples:
+            requests.ended_ms = now_ms
+        due = run.expand(place, len(samples), now_ms)
+        slo_ms = run.deadline_ms(place, now_ms) + self.reserve_ms - now_ms
+        for position, (parts, sizes) in enumerate(samples):
+            try:
+                request = self._dispatching.admit(
+                    self._application.choose(stage.model),
+                    requests,
+                    arrived_ms=now_ms,
+                    slo_ms=slo_ms,
+                    client_id=self.client_id,
+                    reserve_ms=self.reserve_ms,
+                    yields=self._yields,
+                    sizes=sizes,
+                )
+            except KeyError:
+                self.lost(place, Refused(Outcome.FAILED, f"'{stage.model}' was removed from the plan"))
+                continue
+            if request.id not in requests.refused_ids:
+                if self._is_over:  # another one was refused meanwhile
+                    self._dispatching.cancel(request)
+                    return
+                requests.opened[request.id] = request, position
+                self._dispatching.start(request, parts, self._memory)
+            if self._is_over:
+                return
+        self._begin_stages(due)
+
+    def answered(self, place: int, position: int) -> None:
+        """Go on after a request of a stage was answered."""
+        if not self._is_over:
+            self._guarded(lambda: self._answered(place, position))
+
+    def _answered(self, place: int, position: int) -> None:
+        now_ms = self.stages[place].end_one(self._clock_ms())
+        if self._interface.handed_on[place]:
+            self._share(place, position)
+        self._begin_stages(self._run.answered(place, now_ms))
+
+    def lost(self, place: int, refused: Refused) -> None:
+        """Go on without a request of a stage, or end: a fan-out lives and dies together."""
+        if self._is_over:
+            return
+        now_ms = self.stages[place].end_one(self._clock_ms())
+        if self._run.lost(place, now_ms):
+            label = self._interface.graph.stages[place].label
+            self._give_up(structs.replace(refused, reason=f"stage '{label}': {refused.reason}"))
+        else:
+            self._guarded(lambda: self._begin_stages(self._run.due()))
+
+    def _give_up(self, refused: Refused) -> None:
+        if not self._is_over:
+            self.withdraw()
+            self._asker.given_up(self, refused)
+
+    # --- tensors ------------------------------------------------------------------------------------------------
+
+    def _share(self, place: int, position: int) -> None:
+        """Put the outputs of a request that others take into shared memory, where that pays. Nothing holds the other
+        rows of its batch then."""
+        stage, answered = self.stages[place], self._interface.composed.outputs or ()
+        tensors = stage.outputs[position] or []
+        for at, tensor in enumerate(tensors):
+            if tensor.name in self._interface.handed_on[place]:
+                slot = self._memory.take_slot(tensor.data.nbytes)
+                if slot is not None:
+                    slot.data[:] = tensor.data
+                    stage.shared[position, tensor.name] = InputPart(slot.data, "", slot.arena, slot.offset)
+                    if TensorSource(tensor.name, place) not in answered:
+                        tensors[at] = structs.replace(tensor, data=slot.data)
+
+    def _placed(self, place: int, position: int) -> dict[str, PlacedTensor] | None:
+        """Return the outputs of a request of a stage; None where there are none."""
+        stage = self.stages[place]
+        outputs, shared = stage.outputs[position], stage.shared
+        return (
+            None
+            if outputs is None
+            else {
+                each.name: PlacedTensor(
+                    shared.get((position, each.name)) or InputPart(each.data), each.dtype, each.shape
+                )
+                for each in outputs
+            }
+        )
+
+    def _seen(self, places: Iterable[int]) -> VisibleTensors:
+        """Return what a function is called with that sees these stages."""
+        labels = self._interface.graph.stages
+        return VisibleTensors(
+            self._inputs,
+            self._body,
+            {
+                labels[place].label: [
+                    self._placed(place, position) for position in range(len(self.stages[place].outputs))
+                ]
+                for place in places
+            },
+        )
+
+    def _stage_inputs(self, place: int) -> RequestInputs:
+        """Return the tensors of a request of a stage; raises `_MisfitError` if they do not fit its model."""
+        model, sources = self._interface.stages[place], self._interface.composed.inputs[place]
+        assert sources is not None
+        pairs = [self._input(source, spec) for source, spec in zip(sources, model.inputs, strict=True)]
+        try:
+            return RequestInputs([part for part, _ in pairs], model.sizes_of([shape for _, shape in pairs]))
+        except ValueError as error:
+            raise _MisfitError(f"stage '{self._interface.graph.stages[place].label}': {error}") from None
+
+    def _input(self, source: TensorSource, spec: TensorSignature) -> tuple[InputPart, tuple[int, ...]]:
+        """Return an input of a request of a stage, and its shape. What comes from other stages is checked here, and
+        what comes from the client by its reader."""
+        if source.stage is None:
+            tensor, where = self._inputs[source.name], ""
+        else:
+            label, outputs = self._interface.graph.stages[source.stage].label, self._placed(source.stage, 0)
+            if outputs is None:
+                raise _MisfitError(f"stage '{label}' has no answer, which is an input of another")
+            tensor, where = outputs[source.name], f"output '{source.name}' of stage '{label}'"
+        dtype = "" if tensor.dtype == spec.dtype != BYTES else tensor.dtype
+        part = tensor.part if tensor.part.dtype == dtype else structs.replace(tensor.part, dtype=dtype)
+        if where and spec.dtype == BYTES and part.nbytes > spec.most_bytes:
+            raise _MisfitError(f"{where} has {part.nbytes} bytes; input '{spec.name}' takes {spec.most_bytes}")
+        if where and spec.below is not None and part.nbytes:
+            values = np.frombuffer(part.data, tensor.dtype)
+            if not 0 <= values.min() <= values.max() < spec.below:
+                raise _MisfitError(f"{where} has values outside 0 to {spec.below - 1}; '{spec.name}' takes no others")
+        return part, tensor.shape
+
+    def _outputs(self) -> list[OutputTensor]:
+        """Return the outputs of the application; raises `_MisfitError` where a stage's requests have several shapes."""
+        composed, outputs = self._interface.composed, []
+        for spec, source in zip(composed.signature.outputs, composed.outputs or (), strict=True):
+            assert source.stage is not None
+            answers = self.stages[source.stage].outputs
+            rows = [each for answer in answers for each in answer or () if each.name == source.name]
+            if self._interface.application.stages[source.stage].most_requests == 1:
+                outputs += [structs.replace(each, name=spec.name) for each in rows]
+                continue
+            outputs.append(_stacked(spec, rows))
+        return outputs
+
+
+def _refusal(name: str, error: BaseException) -> Refused:
+    """Return how a request ends for which a function failed, or could not be called."""
+    if isinstance(error, HttpError):
+        outcome, rule = Outcome.of_http_status(error.status), Rule.INPUT if error.status == 400 else Rule.NONE
+        return Refused(outcome, f"{name}: {error.message}", error.retry_after_s, rule=rule)
+    reason = error.reason if isinstance(error, HookFaultError) else ""
+    incident = new_incident()
+    logger.error("%s failed (%s): %s", name, incident, error, exc_info=None if reason else error)
+    text = f"{name} {reason or 'failed'}. The gateway's log says more under {incident}"
+    return Refused(Outcome.FAILED, text, rule=Rule.RAISED)
+
+
+def _stacked(spec: TensorSignature, rows: Sequence[OutputTensor]) -> OutputTensor:
+    """Return an output of several requests as one, a row of it for each."""
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    if len(shapes) > 1:
+        shown = ", ".join(str(list(shape)) for shape in shapes)
+        raise _MisfitError(f"output '{spec.name}' has several shapes ({shown}). Make one in a function (outputs)")
+    shape = shapes[0] if shapes else tuple(0 if isinstance(each, str) else each for each in spec.shape[1:])
+    return OutputTensor(spec.name, spec.dtype, (len(rows), *shape), memoryview(b"".join([row.data for row in rows])))

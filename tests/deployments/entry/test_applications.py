@@ -1,0 +1,324 @@
+"""Applications asked like models at the gateway: what flows, what the answer says, and how a request ends when a stage
+does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tenuto.deployments.wire.tensors import Blocks
+from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tests.deployments.entry.test_gateway import TENSOR, Bench
+from tests.instruments.asking import until
+from tests.instruments.fake_gpulet import SIGNATURE, FakeGpulet, make_plan
+from tests.instruments.live import PATIENCE_S
+
+WIDE = 1 << 14  # numbers of a tensor that is handed on in shared memory
+VECTOR = {
+    size: (TensorSignature("x", "float32", (size,)), TensorSignature("y", "float32", (size,))) for size in (2, WIDE)
+}
+
+
+def doubling(size: int) -> ModelSignature:
+    taken, made = VECTOR[size]
+    return ModelSignature("tensor", (taken,), (made,), platform="fake")
+
+
+class Gpulets(FakeGpulet):
+    """Knows m and n (y = 2x), `sum` (z = a + b), and `wide` and `wider`, which double long tensors."""
+
+    SIGNATURES: Mapping[str, ModelSignature] = {
+        "m": SIGNATURE,
+        "n": SIGNATURE,
+        "sum": ModelSignature(
+            "tensor",
+            (TensorSignature("a", "float32", (2,)), TensorSignature("b", "float32", (2,))),
+            (TensorSignature("z", "float32", (2,)),),
+        ),
+        "wide": doubling(WIDE),
+        "wider": doubling(WIDE),
+    }
+
+    def signatures(self) -> dict[str, ModelSignature]:
+        return {name: self.SIGNATURES[name] for name in self.programs}
+
+    def compute(self, model: str, blocks: Blocks) -> dict[str, np.ndarray]:
+        if model == "sum":
+            return {"z": np.concatenate(blocks["a"]) + np.concatenate(blocks["b"])}
+        return super().compute(model, blocks)
+
+
+MODELS = ("m", "n", "sum", "wide", "wider")
+
+
+def plan(*stages: Mapping[str, Any], slo_ms: float = 60_000.0, **more: Any) -> Plan:
+    """A plan of five models, each on a gpu-let of its name, and an application `app` of these stages."""
+    application = {"name": "app", "rate_rps": 10, "slo_ms": slo_ms, "stages": [{"shared": True, **s} for s in stages]}
+    data = make_plan(*((name, (name,)) for name in MODELS), slo_ms=60_000.0).to_data()
+    return Plan.from_data({**data, "applications": [{**application, **more}]})
+
+
+CHAIN = ({"model": "m"}, {"model": "n", "inputs": {"x": "m.y"}})
+DIAMOND = (
+    {"model": "m", "inputs": {"x": "left"}},
+    {"model": "n", "inputs": {"x": "right"}},
+    {"model": "sum", "inputs": {"a": "m.y", "b": "n.y"}},
+    {"model": "m", "name": "last", "inputs": {"x": "sum.z"}},
+)
+
+
+class Served(Bench):
+    """A gateway over gpu-lets of all models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpulets.clear()
+        self.gpulets |= {name: Gpulets(name, (name,)) for name in MODELS}
+
+    async def start(self, plan: Plan, **options: Any) -> None:
+        for gpulet in self.gpulets.values():
+            await gpulet.start()
+        await self.serve(plan, **options)
+
+    async def serve(self, plan: Plan, **options: Any) -> None:
+        await self.follow(plan, **options)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.client.get("/v2/health/ready")).status_code != 200:
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await super().close()
+        for gpulet in self.gpulets.values():
+            gpulet.die()  # also those whose gateway has left them
+
+    async def open_requests(self) -> dict[str, int]:
+        """What waits for a batch, by model, where anything does."""
+        waiting = await self.entry.service.dispatching.waiting()
+        return {name: count for name, count in waiting.items() if count}
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = Served()
+    await made.start(plan(*CHAIN))
+    yield made
+    assert made.entry.service.arena is not None
+    assert (await made.open_requests(), made.entry.service.arena.used_bytes) == ({}, 0)
+    await made.close()
+
+
+def outputs(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return {each["name"]: (each["shape"], each["data"]) for each in answer.json()["outputs"]}
+
+
+async def test_outputs_of_one_stage_are_inputs_of_the_next(served: Served) -> None:
+    answer = await served.infer("app", X_Request_Id="mine")
+    assert outputs(answer) == {"y": ([1, 2], [4.0, 8.0])}
+    said = answer.json()
+    assert (said["model_name"], said["model_version"]) == ("app", "1")
+    parameters = said["parameters"]
+    assert (
+        0.0 < parameters["m.begin_ms"] <= parameters["m.end_ms"] <= parameters["n.begin_ms"] <= parameters["n.end_ms"]
+    )
+    assert (parameters["m.requests"], parameters["emulated"]) == (1, False)
+    assert answer.headers["x-tenuto-request-id"] == "mine"
+    assert answer.headers["x-tenuto-stages"].startswith("m;begin=")
+    ended = (await served.client.get("/requests", params={"id": "mine"})).json()
+    assert {each["model"]: each["outcome"] for each in ended} == {"m": "ok", "n": "ok"}
+
+
+def diamond(samples: int) -> dict[str, Any]:
+    values = np.arange(2 * samples, dtype=np.float32)
+    tensors = {"left": values, "right": 10 * values}
+    given = [{"name": n, "datatype": "FP32", "shape": [samples, 2], "data": v.tolist()} for n, v in tensors.items()]
+    return {"inputs": given}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_stages_fork_and_join_for_each_sample(served: Served, samples: int) -> None:
+    await served.serve(plan(*DIAMOND))
+    answer = await served.infer("app", diamond(samples))
+    assert outputs(answer) == {"y": ([samples, 2], [44.0 * each for each in range(2 * samples)])}
+
+
+async def test_an_answer_names_outputs_of_several_stages_and_of_several_requests(served: Served) -> None:
+    stages = ({"model": "m"}, {"model": "n", "count": 3, "inputs": {"x": "m.y"}})
+    await served.serve(plan(*stages, outputs={"first": "m.y", "all": "n.y"}))
+    answer = await served.infer("app")
+    assert outputs(answer) == {"first": ([1, 2], [2.0, 4.0]), "all": ([1, 3, 2], [4.0, 8.0] * 3)}
+    assert answer.json()["parameters"]["n.requests"] == 3
+    one = await served.infer("app", {"inputs": [TENSOR], "outputs": [{"name": "first"}]})
+    assert outputs(one) == {"first": ([1, 2], [2.0, 4.0])}
+    none = await served.infer("app", {"inputs": [TENSOR], "outputs": [{"name": "y"}]})
+    assert (none.status_code, none.json()["error"]) == (400, "unknown output 'y'. The model's outputs: first, all.")
+    await served.serve(plan({"model": "m"}, {"model": "n"}))
+    assert outputs(await served.infer("app")) == {"m.y": ([1, 2], [2.0, 4.0]), "n.y": ([1, 2], [2.0, 4.0])}
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_long_tensors_are_handed_on_in_shared_memory(served: Served, is_answered: bool) -> None:
+    stages = ({"model": "wide"}, {"model": "wider", "count": 2, "inputs": {"x": "wide.y"}})
+    await served.serve(plan(*stages, outputs={"first": "wide.y", "y": "wider.y"} if is_answered else None))
+    values = np.arange(WIDE, dtype=np.float32)
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "parameters": {"binary_data_size": values.nbytes}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = await served.client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
+    length = int(answer.headers["inference-header-content-length"])
+    found = np.frombuffer(answer.content[length:], np.float32)
+    expected = [2 * values] * is_answered + [4 * values, 4 * values]
+    assert np.array_equal(found, np.concatenate(expected))
+    assert [served.gpulets[name].bodies for name in ("wide", "wider")] == [[0], [0, 0]]  # nothing went by socket
+
+
+async def test_a_request_has_one_deadline_which_its_client_may_shorten(served: Served) -> None:
+    for gpulet in served.gpulets.values():
+        gpulet.hold = True
+    in_body = {"inputs": [TENSOR], "parameters": {"slo_ms": 1}}
+    for answer in (await served.infer("app", X_SLO_Ms="1"), await served.infer("app", in_body)):
+        assert (answer.status_code, answer.json()["outcome"]) == (504, "expired")
+        assert "stage 'm' and what follows cannot end" in answer.json()["error"]
+    assert served.gpulets["m"].sizes == []  # turned away before it cost anything
+
+
+async def test_what_can_no_longer_end_is_given_up_before_the_next_stage(served: Served) -> None:
+    served.gpulets["m"].hold = True
+    asked = asyncio.create_task(served.infer("app", X_SLO_Ms="400"))
+    await asyncio.wait_for(served.gpulets["m"].arrived.wait(), PATIENCE_S)
+    answer = await asked
+    assert (answer.status_code, answer.json()["error"].partition(":")[0]) == (504, "stage 'm'")
+    served.gpulets["m"].release()
+    assert served.gpulets["n"].sizes == []
+
+
+async def test_when_a_stage_fails_the_others_are_withdrawn_and_the_answer_names_it(served: Served) -> None:
+    await served.serve(plan(*DIAMOND))
+    served.gpulets["m"].hold = True
+    served.gpulets["n"].error = "its weights are gone"
+    other = asyncio.create_task(served.infer("m"))  # holds the gpu-let, so that stage m waits for a batch
+    await asyncio.wait_for(served.gpulets["m"].arrived.wait(), PATIENCE_S)
+    answer = await served.infer("app", diamond(2))
+    assert (answer.status_code, answer.json()["error"]) == (500, "stage 'n': its weights are gone")
+    assert await served.open_requests() == {}
+    served.gpulets["m"].release()
+    assert (await other).status_code == 200
+    assert served.gpulets["m"].sizes == [1]
+
+
+@pytest.mark.parametrize(("place", "status"), [(0, 503), (1, 503), (2, 503)])
+async def test_a_gpulet_that_dies_is_answered_once_and_by_name(served: Served, place: int, status: int) -> None:
+    await served.serve(plan(*DIAMOND[:3]))
+    name = ("m", "n", "sum")[place]
+    served.gpulets[name].hold = True
+    asked = asyncio.create_task(served.infer("app", diamond(1)))
+    await asyncio.wait_for(served.gpulets[name].arrived.wait(), PATIENCE_S)
+    for _ in range(2):  # what it ran is tried once more
+        served.gpulets[name].die()
+        if asked.done():
+            break
+        served.gpulets[name].arrived.clear()
+        await served.gpulets[name].start()
+        await asyncio.wait(
+            [asked, asyncio.create_task(served.gpulets[name].arrived.wait())], return_when=asyncio.FIRST_COMPLETED
+        )
+    answer = await asked
+    assert answer.status_code == status
+    assert answer.json()["error"].startswith(f"stage '{name}': the gpu-let that executed this batch died")
+    served.gpulets[name].hold = False
+
+
+async def test_a_client_that_leaves_takes_all_its_stages_along(served: Served) -> None:
+    await served.serve(plan(*DIAMOND))
+    served.gpulets["m"].hold = served.gpulets["n"].hold = True
+    other = [asyncio.create_task(served.infer(name)) for name in ("m", "n")]
+    for name in ("m", "n"):
+        await asyncio.wait_for(served.gpulets[name].arrived.wait(), PATIENCE_S)
+    async with httpx.AsyncClient(base_url=served.client.base_url, timeout=PATIENCE_S) as leaving:
+        asked = asyncio.create_task(leaving.post("/v2/models/app/infer", json=diamond(2)))
+        async with asyncio.timeout(PATIENCE_S):
+            while await served.open_requests() != {"m": 2, "n": 2}:
+                await asyncio.sleep(0.001)
+        asked.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        while await served.open_requests():
+            await asyncio.sleep(0.001)
+    for name in ("m", "n"):
+        served.gpulets[name].release()
+    assert [(await each).status_code for each in other] == [200, 200]
+
+
+async def test_requests_under_way_end_on_the_graph_that_they_began_with(served: Served) -> None:
+    served.gpulets["m"].hold = True
+    before = asyncio.create_task(served.infer("app"))
+    await asyncio.wait_for(served.gpulets["m"].arrived.wait(), PATIENCE_S)
+    await served.serve(plan({"model": "m"}))
+    served.gpulets["m"].hold = False
+    served.gpulets["m"].release()
+    assert outputs(await before) == {"y": ([1, 2], [4.0, 8.0])}
+    assert outputs(await served.infer("app")) == {"y": ([1, 2], [2.0, 4.0])}
+
+
+async def test_requests_whose_next_model_is_gone_are_told_so(served: Served) -> None:
+    served.gpulets["m"].hold = True
+    asked = asyncio.create_task(served.infer("app"))
+    await asyncio.wait_for(served.gpulets["m"].arrived.wait(), PATIENCE_S)
+    await served.serve(make_plan(("m", ("m",)), slo_ms=60_000.0))
+    served.gpulets["m"].release()
+    answer = await asked
+    assert (answer.status_code, answer.json()["error"]) == (503, "stage 'n': 'n' was removed from the plan")
+    assert (await served.infer("app")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("stages", "more", "problem"),
+    [
+        (
+            [{"model": "m"}, {"model": "sum", "inputs": {"a": "m.y"}}],
+            {},
+            "'b': is an input of its model without a source",
+        ),
+        ([{"model": "m", "inputs": {"x": "x", "u": "x"}}], {}, "'u': is no input of its model"),
+        (
+            [{"model": "m"}, {"model": "n", "inputs": {"x": "m.z"}}],
+            {},
+            "'z': is no output of stage 'm'. Its outputs: y",
+        ),
+        ([{"model": "m"}], {"outputs": {"y": "m.z"}}, "outputs.y: 'z': is no output of stage 'm'"),
+        ([{"model": "m"}, {"model": "wide", "inputs": {"x": "m.y"}}], {}, "does not fit input 'x': its shape is [2]"),
+        ([{"model": "m"}, {"model": "wide"}], {}, "'x': is an input of another stage as well, and does not fit"),
+    ],
+)
+async def test_an_application_that_does_not_fit_its_models_is_not_ready_and_says_why(
+    served: Served, stages: list[dict[str, Any]], more: dict[str, Any], problem: str
+) -> None:
+    await served.serve(plan(*stages, **more))
+    answer = await served.infer("app")
+    assert (answer.status_code, problem in answer.json()["error"]) == (503, True), answer.text
+    assert outputs(await served.infer("m")) == {"y": ([1, 2], [2.0, 4.0])}
+
+
+async def test_a_stage_without_a_host_is_named(served: Served) -> None:
+    served.gpulets["n"].die()
+    await until(lambda: not served.entry.service.dispatching.is_ready("n"))
+    answer = await served.infer("app")
+    assert answer.status_code == 503
+    assert answer.json()["error"] == "no gpu-let of stage n of 'app' is ready. Retry in a few seconds."
+    await served.gpulets["n"].start()
+    await until(lambda: served.entry.service.dispatching.is_ready("n"))
+    assert outputs(await served.infer("app")) == {"y": ([1, 2], [4.0, 8.0])}
+
+
+async def test_the_answer_has_what_is_left_where_the_application_says_so(served: Served) -> None:
+    stages = ({"model": "m"}, {"model": "n", "allow_missing": True}, {"model": "sum", "inputs": {"a": "m.y", "b": "x"}})
+    await served.serve(plan(*stages, outputs={"sum": "sum.z", "extra": "n.y"}))
+    assert outputs(await served.infer("app")) == {"sum": ([1, 2], [3.0, 6.0]), "extra": ([1, 2], [2.0, 4.0])}
+    served.gpulets["n"].error = "broken"
+    assert outputs(await served.infer("app")) == {"sum": ([1, 2], [3.0, 6.0])}

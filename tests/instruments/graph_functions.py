@@ -1,0 +1,93 @@
+"""Functions of applications of a user's own, for tests: what `map` and `outputs` may name."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tenuto.errors import InvalidInputError
+
+Stages = Mapping[str, Sequence[Mapping[str, np.ndarray] | None]]
+
+
+def copies(request: Mapping[str, Any], stages: Stages) -> Any:
+    """As many requests as the second number of the input says; with a first number below 0, what that stands for."""
+    first, count = (float(each) for each in request["x"])
+    match first:
+        case -1.0:
+            raise ValueError("a secret")
+        case -2.0:
+            time.sleep(3600.0)
+        case -3.0:
+            return {"x": np.zeros(3, np.float32)}
+        case -4.0:
+            return [{"x": np.zeros(2, np.float32)}] * 10_000
+        case -5.0:
+            os._exit(9)
+        case -6.0:
+            raise InvalidInputError("this picture has no text. Send another one.")
+        case -7.0:
+            return 5
+        case -8.0:
+            stages["m"][0]["y"][0] = 1.0  # type: ignore[index]
+        case -9.0:
+            return {"y": np.zeros(2, np.float32)}
+    (answer,) = stages["m"]
+    assert answer is not None
+    return [{"x": answer["y"] + number} for number in range(int(count))]
+
+
+def first(request: Mapping[str, Any], stages: Stages) -> Any:
+    """One request, of what was asked and what the stage before made of it."""
+    (answer,) = stages["m"]
+    assert answer is not None
+    return {"x": request["x"] + answer["y"]}
+
+
+def wide(request: Mapping[str, Any], stages: Stages) -> Any:
+    """Two requests of long tensors, which the function cannot write where it finds them."""
+    (answer,) = stages["wide"]
+    assert answer is not None
+    assert not answer["y"].flags.writeable
+    assert not request["x"].flags.writeable
+    return [{"x": answer["y"]}, {"x": answer["y"] + request["x"]}]
+
+
+def length(request: Mapping[str, Any], stages: Stages) -> Any:
+    """The length of the body, twice."""
+    del stages
+    return {"x": np.full(2, len(request["body"]), np.float32)}
+
+
+def summary(request: Mapping[str, Any], stages: Stages) -> Any:
+    """All kinds of outputs; a request that begins with -10 fails, with -11 it has none."""
+    match float(request["x"][0]):
+        case -10.0:
+            raise ValueError("a secret")
+        case -11.0:
+            return {}
+        case -12.0:
+            return {"words": [1, "b"]}
+    answers = [answer["y"] for answer in stages["n"] if answer is not None]
+    return {
+        "sums": np.array([each.sum() for each in answers], np.float32),
+        "words": [f"{each[0]:g}" for each in answers],
+        "raw": b"\0\xff\0",
+        "text": "ü",
+        "count": len(answers),
+        "missing": [answer is None for answer in stages["n"]],
+    }
+
+
+def words(request: Mapping[str, Any], stages: Stages) -> Any:
+    """Texts, numbers and the body that came."""
+    answers = [answer["y"] for answer in stages["n"] if answer is not None]
+    return {
+        "words": [f"{each[0]:g}" for each in answers],
+        "body": request["body"],
+        "sums": [each.sum() for each in answers],
+    }
