@@ -8,6 +8,7 @@ from msgspec.structs import asdict, replace
 
 from tenuto.deployments.wire.status import (
     AdviceStatus,
+    ApplicationStatus,
     Buckets,
     ControllerStatus,
     DispatchingStatus,
@@ -18,6 +19,7 @@ from tenuto.deployments.wire.status import (
     NetworkStatus,
     SystemStatus,
 )
+from tenuto.outcome import OUTCOMES
 from tenuto.placement import Plan
 
 
@@ -63,10 +65,15 @@ def combine_system(
     for report in reports:
         for name, histogram in report.proxied.items():
             proxied[name] = _added(proxied.get(name), histogram)
+    applications: dict[str, ApplicationStatus] = {}
+    for report in reports:
+        for name, counts in report.applications.items():
+            applications[name] = _with_counts(applications.get(name), counts)
     started_at_s = min(gateway.started_at_s for gateway in gateways)
     models = {name: replace(model, proxy_s=proxied.get(name)) for name, model in dispatching.models.items()}
     return SystemStatus(
         **{**asdict(dispatching), "models": models},
+        applications=applications,
         gateways=gateways,
         margin=MarginStatus(
             max(margin.margin_ms for margin in margins),
@@ -84,6 +91,20 @@ def combine_system(
         version=version,
         uptime_s=now_s - started_at_s,
         controller=controller,
+    )
+
+
+def _with_counts(one: ApplicationStatus | None, other: ApplicationStatus) -> ApplicationStatus:
+    """Return the counts of two gateways together."""
+    if one is None:
+        return other
+    summed = (*OUTCOMES, "submitted", "cancelled", "samples", "inferences", "failed_ms")
+    return replace(
+        other,
+        **{name: getattr(one, name) + getattr(other, name) for name in summed},
+        last_ms=max(one.last_ms, other.last_ms),
+        latency_s=_added(one.latency_s, other.latency_s),
+        stage_s={label: _added(one.stage_s.get(label), buckets) for label, buckets in other.stage_s.items()},
     )
 
 

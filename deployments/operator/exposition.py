@@ -29,7 +29,18 @@ Metric = list[str]  # the lines of one metric, without line ends
 
 def render_metrics(status: SystemStatus) -> str:
     """Return the metrics of a server's status; metrics that are not known yet are left out."""
-    parts = (_requests, _planned, _gpulets, _delays, _gateway, _advice, _schedulers, _controller, _devices)
+    parts = (
+        _requests,
+        _applications,
+        _planned,
+        _gpulets,
+        _delays,
+        _gateway,
+        _advice,
+        _schedulers,
+        _controller,
+        _devices,
+    )
     lines = [line for part in parts for metric in part(status) for line in metric]
     return "\n".join(lines) + "\n" if lines else ""
 
@@ -127,6 +138,30 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     )
     yield writing.counter("prompt_tokens", "Tokens of prompts that were answered.", lambda m: m.prompt_tokens)
     yield writing.counter("generation_tokens", "Tokens that were made.", lambda m: m.written_tokens)
+
+
+def _applications(status: SystemStatus) -> Iterator[Metric]:
+    by_name = status.applications.items()
+    each = _Rows(("application",), (((name,), counts) for name, counts in by_name))
+    outcomes = [((name, end), count) for name, counts in by_name for end, count in counts.by_outcome.items()]
+    stages = (((name, label), b) for name, counts in by_name for label, b in counts.stage_s.items())
+    yield each.counter("application_requests_received", "Requests asked of an application.", lambda a: a.submitted)
+    yield _Rows(("application", "outcome"), outcomes).counter(
+        "application_requests", "Requests of an application that ended, by outcome.", float
+    )
+    yield each.counter("application_requests_cancelled", "Requests whose client went away.", lambda a: a.cancelled)
+    yield each.gauge("application_requests_running", "Requests that have not ended.", lambda a: a.under_way)
+    yield each.histogram(
+        "application_request_duration_seconds",
+        "Arrival to answer of answered requests, with buckets around the SLO.",
+        lambda a: a.latency_s,
+    )
+    yield _Rows(("application", "stage"), stages).histogram(
+        "application_stage_seconds",
+        "Stages of answered requests, from due to the last answer.",
+        lambda buckets: buckets,
+    )
+    yield each.gauge("application_slo_seconds", "Time allowed from arrival to answer.", lambda a: a.slo_ms, 1e-3)
 
 
 def _planned(status: SystemStatus) -> Iterator[Metric]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -92,7 +92,8 @@ class Answer:
 
     `batching_ms` is the wait for a batch (arrival to dispatch), `gpulet_queue_ms` the wait at the gpu-let, and
     `execution_ms` the batch's run. `start_ms` is the start of the batch, counted from the request's arrival (NaN: it
-    was not executed, or on a machine with another clock).
+    was not executed, or on a machine with another clock). `stage_ms`: of an application, how long each stage took from
+    when it was due, of those that are complete.
     """
 
     outcome: Outcome
@@ -107,6 +108,7 @@ class Answer:
     reason: str = ""
     start_ms: float = math.nan
     rule: Rule = Rule.NONE
+    stage_ms: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_row(cls, arrived_ms: float, executed: Executed, row: int) -> Answer:

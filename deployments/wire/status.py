@@ -139,6 +139,37 @@ class ModelStatus(ModelCounts, kw_only=True):
         return ModelCounts(**{name: getattr(self, name) for name in ModelCounts.__struct_fields__})
 
 
+class ApplicationCounts(OutcomeCounts, kw_only=True):
+    """The requests of one application by outcome since its gateways started, as `ModelCounts` has those of a model."""
+
+    submitted: int = 0
+    cancelled: int = 0
+    samples: int = 0
+    inferences: int = 0
+    failed_ms: float = 0.0
+    last_ms: int = 0
+    slo_ms: float = 0.0
+    rate_rps: float = 0.0
+
+    @property
+    def under_way(self) -> int:
+        """The requests that have not ended."""
+        return self.submitted - self.ended - self.cancelled
+
+
+class ApplicationStatus(ApplicationCounts, kw_only=True):
+    """Counts with distributions of answered requests, in seconds: from arrival to answer, and of each stage from when
+    it was due to its last answer."""
+
+    latency_s: Buckets = Buckets()
+    stage_s: dict[str, Buckets] = {}  # msgspec copies defaults
+
+    def as_model(self) -> ModelStatus:
+        """Return the same counts as those of a model that runs no batches."""
+        names = (*OutcomeCounts.__struct_fields__, *ApplicationCounts.__struct_fields__)
+        return ModelStatus(**{name: getattr(self, name) for name in names}, latency_s=self.latency_s)
+
+
 # --- gpu-lets ---------------------------------------------------------------------------------------------------------
 
 
@@ -270,10 +301,20 @@ class Tokens(msgspec.Struct, frozen=True):
     tpot_ms: float
 
 
+class StageRecord(msgspec.Struct, frozen=True):
+    """What became of a stage of an application's request: when it was due and complete, in ms after the request came,
+    and how many requests it made."""
+
+    begin_ms: float
+    end_ms: float
+    requests: int
+
+
 class EndedRequest(_Told, frozen=True, kw_only=True):
     """A request that ended. Times are ms after `received_at_s`; a time that no clock of this node tells is None. When
     the request was refused or late, `rule` says what refused it, and `loop` which loop could have saved it, if one
-    could. `sizes`: of a model whose requests vary, in the order of its signature."""
+    could. `sizes`: of a model whose requests vary, in the order of its signature. `stages`: those of an application's
+    request that are complete."""
 
     id: str
     model: str
@@ -290,6 +331,7 @@ class EndedRequest(_Told, frozen=True, kw_only=True):
     rule: str | None = None
     loop: str | None = None
     tokens: Tokens | None = None
+    stages: dict[str, StageRecord] | None = None
 
 
 class _Dispatched(_Told, frozen=True, kw_only=True):
@@ -367,9 +409,10 @@ class DeviceStatus(_Told, frozen=True, kw_only=True):
 
 class GatewayReport(_Told, frozen=True, kw_only=True):
     """What a gateway tells the other gateways of itself. `proxied`: the wait before a proxy, by model. `asked_rps`:
-    requests per second by key. `devices`: the GPUs of its node."""
+    requests per second by key. `devices`: the GPUs of its node. `applications`: its counts of their requests."""
 
     gateway: GatewayStatus
+    applications: dict[str, ApplicationStatus] = {}
     proxied: dict[str, Buckets] = {}
     asked_rps: dict[str, float] = {}
     devices: list[DeviceStatus] = []
@@ -466,6 +509,7 @@ class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
 
     plan: dict[str, Any] | None = None
     models: dict[str, ModelStatus]
+    applications: dict[str, ApplicationStatus] = {}
     cluster: str = ""
 
     @property

@@ -112,6 +112,7 @@ class HandleSender:
                 answer.batch_size,
                 answer.gpulet,
                 answer.reason and f"{answer.outcome.word}: {answer.reason}",
+                stage_ms=answer.stage_ms,
             ),
         )
 

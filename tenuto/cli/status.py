@@ -72,7 +72,7 @@ def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
 
 def _print(status: SystemStatus) -> None:
     from tenuto.batching.core.scheduler_status import describe_schedulers
-    from tenuto.deployments.operator.window import mean_ms
+    from tenuto.deployments.operator.window import mean_ms, quantile_s
 
     print_table(
         ("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)"),
@@ -107,6 +107,19 @@ def _print(status: SystemStatus) -> None:
             for name, model in status.models.items()
         ),
     )
+    if status.applications:
+        print_table(
+            ("application", *OUTCOMES, "under way", "SLO ms", "answered ms (p50)"),
+            (
+                (
+                    name,
+                    *(str(count) for count in (*counts.by_outcome.values(), counts.under_way)),
+                    number(counts.slo_ms),
+                    number(None if (p50_s := quantile_s(counts.latency_s, 0.5)) is None else 1e3 * p50_s),
+                )
+                for name, counts in status.applications.items()
+            ),
+        )
     sized = [(name, row) for name, model in status.models.items() for row in model.by_size]
     if sized:
         print_table(

@@ -3,7 +3,7 @@ a model, and each of its samples runs through the application's graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import orjson
@@ -16,6 +16,7 @@ from tenuto.deployments.entry.service.planned_application import ApplicationInte
 from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.wire.answers import Refused
+from tenuto.deployments.wire.status import StageRecord
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.outcome import Outcome
 
@@ -49,28 +50,31 @@ class ApplicationCall(InferCall, eq=False):
         exchange, service, application, interface = self._exchange, self._service, self._application, self._interface
         assert application is not None
         assert interface is not None
-        exchange.on_left = self._cancel
+        exchange.on_left = self._abandon
         exchange.spend(len(samples))
-        name = service.request_id(self._id or self._route.client_id)
-        reserve_ms = service.margin.reserve_ms(self._slo_ms, self._model.alone_ms)
-        self._graphs = [
-            RunningGraph(
-                application,
-                interface,
-                self._dispatching,
-                self,
-                RequestInputs(list(parts), sizes),
-                RunMemory(service.arena, exchange.slot),
-                body=self._body(),
-                arrived_ms=exchange.arrived_ms,
-                slo_ms=self._slo_ms,
-                reserve_ms=reserve_ms,
-                client_id=name,
-                yields=self._yields,
-                clock_ms=lambda: service.now_ms,
-            )
-            for parts, sizes in zip(samples, self._sizes, strict=True)
-        ]
+        name, slo_ms = service.request_id(self._id or self._route.client_id), self._slo_ms
+        try:
+            for parts, sizes in zip(samples, self._sizes, strict=True):
+                graph = RunningGraph(
+                    application,
+                    interface,
+                    self._dispatching,
+                    self,
+                    RequestInputs(list(parts), sizes),
+                    RunMemory(service.arena, exchange.slot),
+                    body=self._body(),
+                    arrived_ms=exchange.arrived_ms,
+                    slo_ms=slo_ms,
+                    reserve_ms=service.margin.reserve_ms(slo_ms, self._model.alone_ms),
+                    client_id=name,
+                    yields=self._yields,
+                    clock_ms=lambda: service.now_ms,
+                )
+                self._graphs.append(graph)
+        except BaseException:
+            self._cancel()
+            raise
+        service.application_counters.begin_request(self._model.name, len(samples))
         for graph in self._graphs:
             if not self._is_over:
                 graph.begin()
@@ -84,8 +88,14 @@ class ApplicationCall(InferCall, eq=False):
             return InputPart(self._request)
         return InputPart(self._request, "", exchange.slot.arena, exchange.slot.offset)
 
+    def _abandon(self) -> None:
+        """Withdraw everything: the client is gone."""
+        if not self._is_over:
+            self._service.application_counters.cancel_request(self._model.name)
+            self._cancel()
+
     def _cancel(self) -> None:
-        """Withdraw what is open: the client is gone, or the request is answered without it."""
+        """Withdraw what is open."""
         self._is_over = True
         for graph in self._graphs:
             graph.withdraw()
@@ -100,6 +110,7 @@ class ApplicationCall(InferCall, eq=False):
             return
         self._is_over = True
         try:
+            self._count_end(graph, len(self._graphs))
             self._respond_completed(graph)
         except Exception as error:
             refuse(self._exchange, error)
@@ -108,10 +119,9 @@ class ApplicationCall(InferCall, eq=False):
 
     def _respond_completed(self, graph: RunningGraph) -> None:
         """Send the outputs of all samples, with the times of the last one."""
-        times = _after(graph)
         parameters: dict[str, float | bool] = {}
-        for label, (begin_ms, end_ms, requests) in times.items():
-            parameters |= {f"{label}.begin_ms": begin_ms, f"{label}.end_ms": end_ms, f"{label}.requests": requests}
+        for label, stage in graph.records().items():
+            parameters |= {f"{label}.{key}": getattr(stage, key) for key in StageRecord.__struct_fields__}
         parameters["emulated"] = graph.emulated
         self._write_samples(self._samples(), self._lines(graph), orjson.dumps(parameters))
         left_ms = graph.deadline_ms - self._service.now_ms
@@ -152,29 +162,29 @@ class ApplicationCall(InferCall, eq=False):
         if self._is_over:
             return
         self._is_over = True
+        self._count_end(graph, refused)
         self._refuse(refused, self._lines(graph))
         self._trace_graph(graph, refused.outcome.word, rule=refused.rule.value)
         self._cancel()
 
+    def _count_end(self, graph: RunningGraph, ended: Refused | int) -> None:
+        took_ms, records = self._service.now_ms - graph.arrived_ms, graph.records()
+        counters, name = self._service.application_counters, self._model.name
+        counters.end_request(name, graph.client_id, took_ms, self._slo_ms, records, ended)
+
     def _trace_graph(self, graph: RunningGraph, outcome: str, **about: str) -> None:
         if self._traced is not None:
-            stages = {label: (begin_ms, end_ms) for label, (begin_ms, end_ms, _) in graph.times_ms().items()}
+            came_ms = graph.arrived_ms
+            stages = {
+                label: (came_ms + each.begin_ms, came_ms + each.end_ms) for label, each in graph.records().items()
+            }
             named = {"model": self._model.name, "outcome": outcome, "request_id": graph.client_id, **about}
             self._traced.end(self._service.now_ms, stages, named)
 
     def _lines(self, graph: RunningGraph) -> bytes:
         """Return what a response says of its request and its stages, as raw header lines."""
         stages = (
-            f"{label};begin={begin_ms:.3f};end={end_ms:.3f};requests={requests}"
-            for label, (begin_ms, end_ms, requests) in _after(graph).items()
+            f"{label};begin={each.begin_ms:.3f};end={each.end_ms:.3f};requests={each.requests}"
+            for label, each in graph.records().items()
         )
         return _LINES % (graph.client_id.encode(), ", ".join(stages).encode())
-
-
-def _after(graph: RunningGraph) -> Mapping[str, tuple[float, float, int]]:
-    """Return the times of a graph's stages, in ms after its request came."""
-    came_ms = graph.arrived_ms
-    return {
-        label: (round(begin_ms - came_ms, 3), round(end_ms - came_ms, 3), requests)
-        for label, (begin_ms, end_ms, requests) in graph.times_ms().items()
-    }

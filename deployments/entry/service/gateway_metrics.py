@@ -68,8 +68,10 @@ class GatewayMetrics:
         return await self._dispatching.waiting()
 
     async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
-        """Return the last requests that ended, newest first."""
-        return await self._dispatching.ended(id, limit)
+        """Return the last requests that ended, newest first: those to models, and those of applications at this
+        gateway."""
+        ended = [*self._service.application_counters.newest(id, limit), *await self._dispatching.ended(id, limit)]
+        return sorted(ended, key=lambda each: -each.received_at_s)
 
     async def meet(self) -> None:
         """Tell the others this gateway's figures and share the keys' rates with them; call it once a second. A second
@@ -97,6 +99,7 @@ class GatewayMetrics:
                 front_door=door,
                 dispatchers=dispatching.connected(),
             ),
+            applications=service.application_counters.status(),
             proxied={model: histogram.buckets() for model, histogram in service.proxied.items()},
             asked_rps=self._asked_rps,
             devices=await self._devices.read(),

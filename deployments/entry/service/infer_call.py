@@ -16,6 +16,7 @@ from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, refuse, retry_after
 from tenuto.deployments.entry.protocols.oip_answers import JsonRows, check_finite, encode_response
 from tenuto.deployments.entry.protocols.oip_requests import PLAIN, DescribedRequest, InferRequest, check_outputs
+from tenuto.deployments.entry.service.application_counters import ApplicationCounters
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_model import PlannedModel
@@ -41,6 +42,7 @@ class SharedService(Protocol):
 
     margin: Margin
     arena: Arena | None
+    application_counters: ApplicationCounters
 
     @property
     def now_ms(self) -> float:

@@ -40,6 +40,7 @@ from tenuto.deployments.entry.protocols.oip_requests import (
 from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
 from tenuto.deployments.entry.service.application_call import ApplicationCall
+from tenuto.deployments.entry.service.application_counters import ApplicationCounters
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.generation_call import GenerationCall
 from tenuto.deployments.entry.service.infer_call import InferCall
@@ -159,6 +160,7 @@ class InferenceService:
         self._models: dict[str, PlannedModel] = {}  # with what is asked of applications, by their names
         self._applications: dict[str, PlannedApplication] = {}
         self._stage_times = StageTimes()
+        self.application_counters = ApplicationCounters()
         self._splits: dict[str, Split] = {}  # of models that have versions
         self._draw, self._copies = draw, ShadowCopies(draw)
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
@@ -198,6 +200,7 @@ class InferenceService:
     def _follow_applications(self, applications: Sequence[Application]) -> None:
         """Take the applications of a plan. Requests under way go on with what they began with."""
         known, self._applications = self._applications, {}
+        self.application_counters.follow(applications)
         for application in applications:
             planned = known.get(application.name)
             if planned is None or planned.application != application:
@@ -244,6 +247,10 @@ class InferenceService:
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model of the plan."""
         return [model.version for model in self._models.values() if model.model == name]
+
+    def applications(self) -> dict[str, bool]:
+        """Return the applications of the plan, and whether each can be asked now."""
+        return {name: planned.model.is_ready for name, planned in self._applications.items()}
 
     def openai_models(self) -> list[str]:
         """Return the models that can be asked by OpenAI's interface now: those that generate, and those that make

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from tenuto import __version__
 from tenuto.deployments.entry.http.exchange import OPENAI, HttpError, openai_error
 from tenuto.deployments.entry.protocols.embeddings import EmbeddingBody, RerankBody, ScoreBody
-from tenuto.deployments.entry.protocols.oip_requests import NO_SHARED_MEMORY, RequestJson, TensorSpec
+from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES, NO_SHARED_MEMORY, RequestJson, TensorSpec
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service.inference import WITHOUT_KEY, InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, make_api, plain_error
@@ -74,7 +74,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model of the key")
     async def all_statistics(request: Request) -> dict[str, Any]:
-        models = (await service.dispatching.status()).models
+        models = await _all_counts(service)
         shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
         return {"model_stats": shown}
 
@@ -96,11 +96,11 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     async def index(request: Request) -> list[dict[str, str]]:
         dispatching = service.dispatching
         planned = dispatching.plan.models if dispatching.plan else ()
-        states = {True: "READY", False: "UNAVAILABLE"}
+        ready = {spec.name: dispatching.is_ready(spec.name) for spec in planned} | service.applications()
         return [
-            {"name": spec.model, "version": spec.version, "state": states[dispatching.is_ready(spec.name)]}
-            for spec in planned
-            if _may_ask(request, spec.name)
+            {"name": model, "version": version, "state": "READY" if is_ready else "UNAVAILABLE"}
+            for (model, version), is_ready in ((split_name(name), is_ready) for name, is_ready in ready.items())
+            if _may_ask(request, model)
         ]
 
     @app.api_route("/v2/{kind}sharedmemory/{rest:path}", methods=["GET", "POST"], include_in_schema=False)
@@ -169,7 +169,7 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
         interface, name = service.interface(model, named(request)), service.name(model, named(request))
         plan = service.dispatching.plan
         hosts = plan.hosts_of(name) if plan is not None else ()
-        batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == name), default=0)
+        batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == name), default=MAX_SAMPLES)
         # Triton's clients read a largest batch of 0 as: shapes are whole, and no batch stands in front of them.
         in_front = all(t.axis == 0 for t in (*interface.inputs, *interface.outputs))
         return {
@@ -190,8 +190,15 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
         version = named(request)
         service.interface(model, version)
         names = [versioned(model, each) for each in ([version] if version else service.versions(model))]
-        models = (await service.dispatching.status()).models
+        models = await _all_counts(service)
         return {"model_stats": [_statistics(name, models[name]) for name in names]}
+
+
+async def _all_counts(service: InferenceService) -> dict[str, ModelStatus]:
+    """Return the counts of all models, and of all applications as if they were models. The latter are those of this
+    gateway."""
+    applications = service.application_counters.status()
+    return {**(await service.dispatching.status()).models, **{name: a.as_model() for name, a in applications.items()}}
 
 
 def _config_entry(tensor: TensorSpec, *, is_whole: bool) -> dict[str, Any]:

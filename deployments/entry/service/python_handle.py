@@ -12,10 +12,13 @@ import math
 import operator
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tenuto.batching.applications.stage_times import StageTimes
+from tenuto.batching.core.build import from_plan
 from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.protocols.oip_requests import parse_slo
 from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
@@ -25,7 +28,10 @@ from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.entry.service.generation_call import CollectedTokens
 from tenuto.deployments.entry.service.margin import Margin
-from tenuto.deployments.entry.service.planned_model import ModelInterface
+from tenuto.deployments.entry.service.planned_application import PlannedApplication
+from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
+from tenuto.deployments.entry.service.run_memory import RunMemory
+from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Split, traffic_splits
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
@@ -33,7 +39,7 @@ from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer, Refused
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import Served
-from tenuto.deployments.wire.tensors import Buffer, InputPart, pack_elements
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs, pack_elements
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -41,6 +47,7 @@ from tenuto.placement.versions import by_model, split_name, versioned
 from tenuto.profiles.networks.catalogue import BYTES, GenerationLimits, TensorSignature
 from tenuto.profiles.networks.generating import Ending
 from tenuto.profiles.networks.inputs import packed_bytes
+from tenuto.profiles.networks.model_options import HookOptions
 
 _SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 _ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
@@ -71,8 +78,14 @@ class TenutoHandle:
         self._dispatchers = dispatchers
         self._margin = Margin()
         self._arena: Arena | None = None  # made for the first large input
-        self._models: dict[str, ModelInterface] = {}
+        self._models: dict[str, PlannedModel] = {}
         self._copies = ShadowCopies()
+        times = StageTimes()
+        if self._plan.applications:
+            times.follow(from_plan(self._plan, check_slos=False))
+        self._applications = {
+            each.name: PlannedApplication(each, times, self._choose) for each in self._plan.applications
+        }
         self._is_closed = False
 
     @classmethod
@@ -115,24 +128,46 @@ class TenutoHandle:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The plan's models that can be asked now."""
-        return tuple(spec.name for spec in self._plan.models if self._dispatchers.is_ready(spec.name))
+        """The plan's models and applications that can be asked now."""
+        ready = [spec.name for spec in self._plan.models if self._dispatchers.is_ready(spec.name)]
+        return (*ready, *(name for name in self._applications if not self._application(name).problem))
 
     def interface(self, model: str, version: str | None = None) -> ModelInterface:
-        """Return the inputs and outputs of a model, or of a version of it.
+        """Return the inputs and outputs of a model, or of a version of it, or of an application.
 
         Raises:
             InvalidInputError: the plan does not know the model, or has no such version of it.
             UnavailableError: none of its gpu-lets is ready.
         """
+        if model in self._applications and not version:
+            application = self._application(model)
+            if application.problem or application.model.interface is None:
+                raise UnavailableError(application.problem)
+            return application.model.interface
         name = self._name(model, version)
-        signature = self._dispatchers.signature(name)
-        if signature is None or not self._dispatchers.is_ready(name):
+        planned = self._planned(name)
+        if planned.interface is None or not planned.is_ready:
             raise UnavailableError(f"no gpu-let of '{name}' is ready. Retry in a few seconds.")
-        interface = self._models.get(name)
-        if interface is None or interface.signature != signature:
-            interface = self._models[name] = ModelInterface.of(signature)
-        return interface
+        return planned.interface
+
+    def _planned(self, name: str) -> PlannedModel:
+        """Return a model of the plan as it is now."""
+        planned = self._models.get(name)
+        if planned is None:
+            planned = self._models[name] = PlannedModel(name)
+        dispatchers = self._dispatchers
+        planned.follow(0.0, 0.0, dispatchers.signature(name), HookOptions(), is_ready=dispatchers.is_ready(name))
+        return planned
+
+    def _application(self, name: str) -> PlannedApplication:
+        """Return an application of the plan as it is now."""
+        application = self._applications[name]
+        application.follow(lambda model: self._planned(self._name(model, None)))
+        return application
+
+    def _choose(self, model: str) -> str:
+        split = self._split(model)
+        return model if split is None else split.choose(self._copies.draw())
 
     def _name(self, model: str, version: str | None) -> str:
         """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
@@ -165,7 +200,7 @@ class TenutoHandle:
         slo_ms: float | None = None,
         request_id: str = "",
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """Ask a model with one sample and return its outputs by name, without the batch dimension.
+        """Ask a model or an application with one sample and return its outputs by name, without the batch dimension.
 
         Args:
             model: name in the plan.
@@ -201,6 +236,8 @@ class TenutoHandle:
 
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
+        if model in self._applications and not version:
+            return self._submit_application(self._application(model), parts, slo_ms, request_id, sizes)
         split = None if version else self._split(model)
         name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
         spec_slo_ms = self._plan.model(name).own_slo_ms if slo_ms is None else slo_ms
@@ -217,11 +254,11 @@ class TenutoHandle:
             reserve_ms=reserve_ms,
             sizes=sizes,
         )
-        due_ms = time.monotonic() * 1000.0 + spec_slo_ms
+        due_ms = _now_ms() + spec_slo_ms
 
         def learn(done: asyncio.Future[Answer]) -> None:
             if not done.cancelled() and done.result().outcome is Outcome.OK:
-                self._margin.answered(due_ms - time.monotonic() * 1000.0, spec_slo_ms, 0.0, reserve_ms)
+                self._margin.answered(due_ms - _now_ms(), spec_slo_ms, 0.0, reserve_ms)
                 if split is not None and split.shadows:
                     self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, [sizes])
             if slot is not None:
@@ -229,6 +266,51 @@ class TenutoHandle:
 
         future.add_done_callback(learn)
         return future
+
+    def _submit_application(
+        self,
+        application: PlannedApplication,
+        parts: Sequence[Buffer],
+        slo_ms: float | None,
+        request_id: str,
+        sizes: tuple[int, ...],
+    ) -> asyncio.Future[Answer]:
+        """Send a request of an application, as `submit` does; raises `UnavailableError` if it cannot be asked."""
+        model, interface = application.model, application.interface
+        if interface is None or application.problem:
+            raise UnavailableError(application.problem)
+        allowed_ms = model.slo_ms if slo_ms is None else slo_ms
+        reserve_ms = self._margin.reserve_ms(allowed_ms, model.alone_ms)
+        placed, slot = self._placed(parts, interface.composed.signature.inputs)
+        self._arena = self._arena or Arena(_ARENA_BYTES)
+        memory, asker = RunMemory(self._arena, slot), _GraphFuture()
+        if slot is not None:
+            slot.release()  # the memory of the request holds it
+        graph = RunningGraph(
+            application,
+            interface,
+            self._dispatchers,
+            asker,
+            RequestInputs(placed, sizes),
+            memory,
+            body=None,
+            arrived_ms=_now_ms(),
+            slo_ms=allowed_ms,
+            reserve_ms=reserve_ms,
+            client_id=request_id,
+            yields=False,
+            clock_ms=_now_ms,
+        )
+
+        def learn(done: asyncio.Future[Answer]) -> None:
+            if done.cancelled():
+                graph.withdraw()
+            elif done.result().outcome is Outcome.OK:
+                self._margin.answered(graph.deadline_ms - _now_ms(), allowed_ms, model.alone_ms, reserve_ms)
+
+        asker.answer.add_done_callback(learn)
+        graph.begin()
+        return asker.answer
 
     async def generate(
         self,
@@ -336,7 +418,7 @@ class TenutoHandle:
         try:
             while not isinstance(came := await collected.came.get(), Ending):
                 if isinstance(came, Refused):
-                    waited_ms = time.monotonic() * 1000.0 - generation.arrived_ms
+                    waited_ms = _now_ms() - generation.arrived_ms
                     raise RequestFailedError(model, Answer.of_refusal(waited_ms, came))
                 yield came
         finally:
@@ -366,8 +448,35 @@ class TenutoHandle:
             return
         self._is_closed = True
         await self._dispatchers.close()
+        for application in self._applications.values():
+            application.close()
         if self._arena is not None:
             self._arena.close()
+
+
+class _GraphFuture:
+    """Waits for the answer of a request of an application (`GraphAsker`)."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def completed(self, graph: RunningGraph, outputs: Sequence[OutputTensor]) -> None:
+        if not self.answer.done():
+            answer = Answer(Outcome.OK, list(outputs), emulated=graph.emulated, stage_ms=_stage_ms(graph))
+            self.answer.set_result(answer)
+
+    def given_up(self, graph: RunningGraph, refused: Refused) -> None:
+        if not self.answer.done():
+            answer = Answer.of_refusal(_now_ms() - graph.arrived_ms, refused)
+            self.answer.set_result(replace(answer, stage_ms=_stage_ms(graph)))
+
+
+def _stage_ms(graph: RunningGraph) -> dict[str, float]:
+    return {label: stage.end_ms - stage.begin_ms for label, stage in graph.records().items()}
+
+
+def _now_ms() -> float:
+    return time.monotonic() * 1000.0
 
 
 def _allowed_ms(slo_ms: float | None) -> float | None:

@@ -25,6 +25,7 @@ from tenuto.deployments.entry.service.planned_application import ApplicationInte
 from tenuto.deployments.entry.service.process_pool import HookFaultError
 from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.status import StageRecord
 from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs
 from tenuto.errors import new_incident
 from tenuto.outcome import Outcome, Rule
@@ -166,11 +167,16 @@ class RunningGraph:
         """Whether a stage ran on an emulated GPU."""
         return any(stage.emulated for stage in self.stages.values())
 
-    def times_ms(self) -> dict[str, tuple[float, float, int]]:
-        """Return for each stage that is complete when it was due and complete, and how many requests it made."""
-        labels = [stage.label for stage in self._interface.graph.stages]
-        complete = ((labels[place], stage) for place, stage in self.stages.items() if not stage.left)
-        return {label: (stage.due_ms, stage.ended_ms, len(stage.outputs)) for label, stage in complete}
+    def records(self) -> dict[str, StageRecord]:
+        """Return what became of each stage that is complete, by label."""
+        labels, came_ms = [stage.label for stage in self._interface.graph.stages], self.arrived_ms
+        return {
+            labels[place]: StageRecord(
+                round(stage.due_ms - came_ms, 3), round(stage.ended_ms - came_ms, 3), len(stage.outputs)
+            )
+            for place, stage in self.stages.items()
+            if not stage.left
+        }
 
     # --- stages -------------------------------------------------------------------------------------------------
 
@@ -299,11 +305,12 @@ class RunningGraph:
         """Go on without a request of a stage, or end: a fan-out lives and dies together."""
         if self._is_over:
             return
-        now_ms = self.stages[place].end_one(self._clock_ms())
+        now_ms = self._clock_ms()
         if self._run.lost(place, now_ms):
             label = self._interface.graph.stages[place].label
             self._give_up(structs.replace(refused, reason=f"stage '{label}': {refused.reason}"))
         else:
+            self.stages[place].end_one(now_ms)
             self._guarded(lambda: self._begin_stages(self._run.due()))
 
     def _give_up(self, refused: Refused) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tenuto.deployments.entry.service import process_pool
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.placement import Plan
-from tests.deployments.entry.test_applications import DIAMOND, WIDE, Served, outputs, plan
+from tests.deployments.entry.test_applications import DIAMOND, WIDE, Served, nothing_is_left, outputs, plan
 from tests.instruments.live import PATIENCE_S
 
 FUNCTIONS = "tests.instruments.graph_functions"
@@ -47,11 +48,7 @@ async def served() -> AsyncIterator[Served]:
     made = Served()
     await made.start(fan_out())
     yield made
-    assert made.entry.service.arena is not None
-    assert await made.open_requests() == {}
-    async with asyncio.timeout(PATIENCE_S):
-        while made.entry.service.arena.used_bytes:  # until what a hanging function sees is given back
-            await asyncio.sleep(0.01)
+    await nothing_is_left(made)  # also what a function that hangs sees
     await made.close()
 
 
@@ -253,3 +250,22 @@ async def test_an_application_is_asked_over_grpc(served: Served) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="made 10000 requests, `most` is 4") as raised:
             await call(asked.SerializeToString(), timeout=PATIENCE_S)
         assert raised.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_whatever_functions_do_every_request_ends_once_and_nothing_is_left(served: Served) -> None:
+    dice = random.Random(7)
+    await served.serve(fan_out(outputs=f"{FUNCTIONS}:words"))
+    statuses: list[int] = []
+
+    async def keep(x: float) -> None:
+        statuses.append((await ask(served, x, 3.0, X_SLO_Ms=dice.choice(("200", "60000")))).status_code)
+
+    asked = []
+    for _ in range(40):
+        asked.append(asyncio.create_task(keep(dice.choice((-1.0, -5.0, 1.0, 2.0)))))
+        if not dice.randrange(6):
+            dice.choice(asked).cancel()
+        await asyncio.sleep(dice.choice((0.0, 0.02)))
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert set(statuses) <= {200, 429, 500, 503, 504}, statuses
+    await nothing_is_left(served)

@@ -4,7 +4,9 @@ does not answer."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -12,12 +14,19 @@ import httpx
 import numpy as np
 import pytest
 
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.service.traces import Traces
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Blocks
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tests.deployments.entry.test_gateway import TENSOR, Bench
 from tests.instruments.asking import until
-from tests.instruments.fake_gpulet import SIGNATURE, FakeGpulet, make_plan
+from tests.instruments.fake_gpulet import SIGNATURE, FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
 WIDE = 1 << 14  # numbers of a tensor that is handed on in shared memory
@@ -75,12 +84,25 @@ DIAMOND = (
 
 
 class Served(Bench):
-    """A gateway over gpu-lets of all models."""
+    """A gateway over gpu-lets of all models, with the dispatcher in it or beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_beside: bool = True) -> None:
         super().__init__()
         self.gpulets.clear()
         self.gpulets |= {name: Gpulets(name, (name,)) for name in MODELS}
+        self.server: BundleServer | None = None
+        if not is_beside:
+            dispatcher = Dispatcher(
+                lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
+                finder(self.gpulets),
+                on_change=lambda: self.server.announce() if self.server is not None else None,
+            )
+            self.server = BundleServer(dispatcher)
+            self.entry = Entry(finder(self.gpulets), lambda _name: self.find)
+
+    async def find(self) -> Endpoint:
+        assert self.server is not None
+        return await self.server.listen()
 
     async def start(self, plan: Plan, **options: Any) -> None:
         for gpulet in self.gpulets.values():
@@ -88,6 +110,9 @@ class Served(Bench):
         await self.serve(plan, **options)
 
     async def serve(self, plan: Plan, **options: Any) -> None:
+        if self.server is not None:
+            self.server.dispatcher.apply(plan)
+            options = {"sub_clusters": {"0": [spec.name for spec in plan.models]}, **options}
         await self.follow(plan, **options)
         async with asyncio.timeout(PATIENCE_S):
             while (await self.client.get("/v2/health/ready")).status_code != 200:
@@ -95,6 +120,8 @@ class Served(Bench):
 
     async def close(self) -> None:
         await super().close()
+        if self.server is not None:
+            await self.server.close(0.0)
         for gpulet in self.gpulets.values():
             gpulet.die()  # also those whose gateway has left them
 
@@ -105,13 +132,26 @@ class Served(Bench):
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    made = Served()
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    made = Served(is_beside=getattr(request, "param", "beside") == "beside")
     await made.start(plan(*CHAIN))
     yield made
-    assert made.entry.service.arena is not None
-    assert (await made.open_requests(), made.entry.service.arena.used_bytes) == ({}, 0)
+    await nothing_is_left(made)
     await made.close()
+
+
+async def nothing_is_left(served: Served) -> None:
+    """No request is open and no memory held, and every request that began is counted once."""
+    arena = served.entry.service.arena
+    assert arena is not None
+    async with asyncio.timeout(PATIENCE_S):
+        while await served.open_requests() or arena.used_bytes:  # a gpu-let may still run what was withdrawn
+            await asyncio.sleep(0.005)
+    counts = served.entry.service.application_counters.status()
+    assert {name: each.under_way for name, each in counts.items()} == dict.fromkeys(counts, 0)
+
+
+WAYS = pytest.mark.parametrize("served", ["beside", "elsewhere"], indirect=True)
 
 
 def outputs(answer: httpx.Response) -> dict[str, Any]:
@@ -119,6 +159,7 @@ def outputs(answer: httpx.Response) -> dict[str, Any]:
     return {each["name"]: (each["shape"], each["data"]) for each in answer.json()["outputs"]}
 
 
+@WAYS
 async def test_outputs_of_one_stage_are_inputs_of_the_next(served: Served) -> None:
     answer = await served.infer("app", X_Request_Id="mine")
     assert outputs(answer) == {"y": ([1, 2], [4.0, 8.0])}
@@ -132,7 +173,7 @@ async def test_outputs_of_one_stage_are_inputs_of_the_next(served: Served) -> No
     assert answer.headers["x-tenuto-request-id"] == "mine"
     assert answer.headers["x-tenuto-stages"].startswith("m;begin=")
     ended = (await served.client.get("/requests", params={"id": "mine"})).json()
-    assert {each["model"]: each["outcome"] for each in ended} == {"m": "ok", "n": "ok"}
+    assert {each["model"]: each["outcome"] for each in ended} == {"m": "ok", "n": "ok", "app": "ok"}
 
 
 def diamond(samples: int) -> dict[str, Any]:
@@ -163,6 +204,7 @@ async def test_an_answer_names_outputs_of_several_stages_and_of_several_requests
     assert outputs(await served.infer("app")) == {"m.y": ([1, 2], [2.0, 4.0]), "n.y": ([1, 2], [2.0, 4.0])}
 
 
+@WAYS
 @pytest.mark.parametrize("is_answered", [False, True])
 async def test_long_tensors_are_handed_on_in_shared_memory(served: Served, is_answered: bool) -> None:
     stages = ({"model": "wide"}, {"model": "wider", "count": 2, "inputs": {"x": "wide.y"}})
@@ -199,6 +241,7 @@ async def test_what_can_no_longer_end_is_given_up_before_the_next_stage(served: 
     assert served.gpulets["n"].sizes == []
 
 
+@WAYS
 async def test_when_a_stage_fails_the_others_are_withdrawn_and_the_answer_names_it(served: Served) -> None:
     await served.serve(plan(*DIAMOND))
     served.gpulets["m"].hold = True
@@ -235,6 +278,7 @@ async def test_a_gpulet_that_dies_is_answered_once_and_by_name(served: Served, p
     served.gpulets[name].hold = False
 
 
+@WAYS
 async def test_a_client_that_leaves_takes_all_its_stages_along(served: Served) -> None:
     await served.serve(plan(*DIAMOND))
     served.gpulets["m"].hold = served.gpulets["n"].hold = True
@@ -255,6 +299,7 @@ async def test_a_client_that_leaves_takes_all_its_stages_along(served: Served) -
     assert [(await each).status_code for each in other] == [200, 200]
 
 
+@WAYS
 async def test_requests_under_way_end_on_the_graph_that_they_began_with(served: Served) -> None:
     served.gpulets["m"].hold = True
     before = asyncio.create_task(served.infer("app"))
@@ -322,3 +367,169 @@ async def test_the_answer_has_what_is_left_where_the_application_says_so(served:
     assert outputs(await served.infer("app")) == {"sum": ([1, 2], [3.0, 6.0]), "extra": ([1, 2], [2.0, 4.0])}
     served.gpulets["n"].error = "broken"
     assert outputs(await served.infer("app")) == {"sum": ([1, 2], [3.0, 6.0])}
+
+
+async def test_an_application_is_described_as_a_model_is(served: Served) -> None:
+    await served.serve(plan(*DIAMOND))
+    for prefix in ("/v2/models/app", "/v2/models/app/versions/1"):
+        metadata = (await served.client.get(prefix)).json()
+        assert (metadata["name"], metadata["versions"], metadata["platform"]) == ("app", ["1"], "ensemble")
+        assert [each["name"] for each in metadata["inputs"]] == ["left", "right"]
+        assert metadata["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 2]}]
+        assert (await served.client.get(f"{prefix}/ready")).json() == {"name": "app", "ready": True}
+        config = (await served.client.get(f"{prefix}/config")).json()
+        assert (config["max_batch_size"], config["input"][1]["dims"]) == (1024, [2])
+    index = (await served.client.post("/v2/repository/index")).json()
+    assert {"name": "app", "version": "1", "state": "READY"} in index
+    assert (await served.client.get("/v2/models/app/versions/2")).status_code == 404
+    served.gpulets["sum"].die()
+    await until(lambda: not served.entry.service.dispatching.is_ready("sum"))
+    ready = await served.client.get("/v2/models/app/ready")
+    assert (ready.status_code, "stage sum" in ready.json()["error"]) == (503, True)
+    index = (await served.client.post("/v2/repository/index")).json()
+    assert {"name": "app", "version": "1", "state": "UNAVAILABLE"} in index
+    await served.gpulets["sum"].start()
+    await until(lambda: served.entry.service.dispatching.is_ready("sum"))
+
+
+async def test_requests_of_applications_are_counted_and_kept_by_themselves(served: Served) -> None:
+    await served.serve(plan({"model": "m"}, {"model": "n", "count": 2, "inputs": {"x": "m.y"}}))
+    assert (await served.infer("app", X_Request_Id="good")).status_code == 200
+    samples = {"inputs": [{**TENSOR, "shape": [3, 2], "data": [1.0] * 6}]}
+    assert (await served.infer("app", samples)).status_code == 200
+    assert (await served.infer("app", X_SLO_Ms="0.5", X_Request_Id="late")).status_code == 504
+    served.gpulets["n"].error = "broken"
+    assert (await served.infer("app", X_Request_Id="broken")).status_code == 500
+    counts = (await served.status())["applications"]["app"]
+    assert {key: counts[key] for key in ("ok", "expired", "failed", "submitted", "samples", "inferences")} == {
+        "ok": 2,
+        "expired": 1,
+        "failed": 1,
+        "submitted": 4,
+        "samples": 6,
+        "inferences": 4,
+    }
+    for path in ("/v2/models/app/stats", "/v2/models/stats"):
+        rows = (await served.client.get(path)).json()["model_stats"]
+        (row,) = (each for each in rows if each["name"] == "app")
+        success, fail = row["inference_stats"]["success"]["count"], row["inference_stats"]["fail"]["count"]
+        assert (row["inference_count"], success, fail) == (4, 2, 2)
+    metrics = (await served.client.get("/metrics")).text
+    assert 'tenuto_application_requests_total{application="app",outcome="ok"} 2' in metrics
+    assert 'tenuto_application_stage_seconds_count{application="app",stage="n"} 2' in metrics
+    assert 'tenuto_application_requests_running{application="app"} 0' in metrics
+    (good,) = [each for each in await requests(served, "good") if each["model"] == "app"]
+    assert (good["outcome"], good["stages"]["m"]["requests"], good["stages"]["n"]["requests"]) == ("ok", 1, 2)
+    assert 0.0 <= good["stages"]["m"]["end_ms"] <= good["stages"]["n"]["begin_ms"] <= good["answered_ms"]
+    assert [each["model"] for each in await requests(served, "good")].count("n") == 2
+    (late,) = await requests(served, "late")
+    assert (late["model"], late["outcome"], late["stages"]) == ("app", "expired", {})
+    (broken,) = [each for each in await requests(served, "broken") if each["model"] == "app"]
+    assert (broken["outcome"], [*broken["stages"]]) == ("failed", ["m"])
+    served.gpulets["n"].error = None
+
+
+async def requests(served: Served, id: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await served.client.get("/requests", params={"id": id})).json()
+    return found
+
+
+async def test_a_key_for_an_application_does_not_need_its_models(served: Served) -> None:
+    key, other = "k" * 40, "o" * 40
+    digests = [hashlib.sha256(each.encode()).hexdigest() for each in (key, other)]
+    keys = [
+        {"name": "theirs", "sha256": digests[0], "models": ["app"], "rate_rps": 2.0, "burst": 2},
+        {"name": "others", "sha256": digests[1], "models": ["m", "n"]},
+    ]
+    await served.follow(plan(*CHAIN), keys=keys)
+    allowed = await served.infer("app", X_Api_Key=key)
+    assert (allowed.status_code, outputs(allowed)) == (200, {"y": ([1, 2], [4.0, 8.0])})
+    assert (await served.infer("m", X_Api_Key=key)).status_code == 403
+    assert (await served.infer("app", X_Api_Key=other)).status_code == 403
+    index = (await served.client.post("/v2/repository/index", headers={"X-Api-Key": other})).json()
+    assert {each["name"] for each in index} == {"m", "n"}
+    await served.serve(plan(*CHAIN))
+
+
+async def test_a_traced_request_has_a_span_for_each_stage(served: Served) -> None:
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter = memory.InMemorySpanExporter()
+    traces = served.entry.service.traces = Traces(exporter, ratio=1.0)
+    assert (await served.infer("app")).status_code == 200
+    served.gpulets["n"].error = "broken"
+    assert (await served.infer("app")).status_code == 500
+    served.gpulets["n"].error = None
+    served.entry.service.traces = None
+    traces.close()
+    spans = exporter.get_finished_spans()
+    roots = [span for span in spans if span.name == "infer app"]
+    assert [span.attributes["tenuto.outcome"] for span in roots] == ["ok", "failed"]
+    names = [[each.name for each in spans if each.parent == root.context] for root in roots]
+    assert names == [["m", "n"], ["m"]]
+
+
+async def test_a_stage_that_is_turned_away_gives_its_status(served: Served) -> None:
+    await served.follow(plan(*CHAIN), max_queued=1)
+    served.gpulets["n"].hold = True
+    others = [asyncio.create_task(served.infer("n")) for _ in range(2)]  # one runs, one waits
+    async with asyncio.timeout(PATIENCE_S):
+        while await served.open_requests() != {"n": 1}:
+            await asyncio.sleep(0.001)
+    answer = await served.infer("app")
+    assert (answer.status_code, answer.json()["outcome"]) == (429, "rejected")
+    assert answer.json()["error"].startswith("stage 'n': 1 requests of 'n' are waiting")
+    assert "retry-after" in answer.headers
+    served.gpulets["n"].hold = False
+    served.gpulets["n"].release()
+    assert [(await each).status_code for each in others] == [200, 200]
+
+
+@WAYS
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_happens_every_request_ends_once_and_nothing_is_left(served: Served, seed: int) -> None:
+    """Gpu-lets hold and fail batches, lose them and come back; clients leave; deadlines are short and long."""
+    dice = random.Random(seed)
+    branches = [{"model": "wider", "count": 2, "inputs": {"x": "wide.y"}}, {"model": "m", "allow_missing": True}]
+    await served.serve(plan({"model": "wide", "inputs": {"x": "long"}}, *branches, {"model": "n", "after": ["wider"]}))
+    values = np.arange(WIDE, dtype=np.float32)
+    tensors = [
+        {"name": "long", "datatype": "FP32", "shape": [1, WIDE], "parameters": {"binary_data_size": values.nbytes}},
+        {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]},
+    ]
+    head = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
+    statuses: list[int] = []
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        slo_ms = dice.choice(("1", "50", "60000"))
+        headers = {"Inference-Header-Content-Length": str(len(head)), "X-SLO-Ms": slo_ms}
+        answer = await client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
+        statuses.append(answer.status_code)
+
+    async with httpx.AsyncClient(base_url=served.client.base_url, timeout=PATIENCE_S) as client:
+        asked = []
+        for _ in range(60):
+            asked.append(asyncio.create_task(ask(client)))
+            gpulet = served.gpulets[dice.choice(("wide", "wider", "m", "n"))]
+            match dice.randrange(8):
+                case 0:
+                    gpulet.hold = True
+                case 1:
+                    gpulet.error = dice.choice((None, "broken"))
+                case 2:
+                    dice.choice(asked).cancel()
+                case 3:
+                    gpulet.die()
+                    await gpulet.start()
+                case _:
+                    gpulet.hold = False
+                    gpulet.release()
+            await asyncio.sleep(dice.choice((0.0, 0.002)))
+        for gpulet in served.gpulets.values():
+            gpulet.hold, gpulet.error = False, None
+            gpulet.release()
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert set(statuses) <= {200, 429, 500, 503, 504}, statuses
+    await nothing_is_left(served)
+    counts = served.entry.service.application_counters.status()["app"]
+    assert counts.submitted == counts.ended + counts.cancelled
+    assert counts.ended >= len([each for each in statuses if each == 200])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, UnavailableError
 from tenuto.outcome import Outcome
+from tenuto.placement import Plan
 from tests.deployments.entry.test_dispatcher_client import Start, start
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
@@ -99,6 +101,59 @@ async def test_large_inputs_travel_by_shared_memory_until_it_is_closed(start: St
         await handle.close()
         with pytest.raises(UnavailableError, match="is closed"):
             await handle.infer("m", {"x": [1, 2]})
+
+
+def application(slo_ms: float = 60_000.0, **stage: Any) -> Plan:
+    """A plan of m and n, and an application that asks one after the other."""
+    data = make_plan(("a", ("m", "n")), slo_ms=60_000.0).to_data()
+    stages = [{"model": "m", "shared": True}, {"model": "n", "shared": True, **(stage or {"inputs": {"x": "m.y"}})}]
+    app = {"name": "app", "rate_rps": 1.0, "slo_ms": slo_ms, "stages": stages}
+    return Plan.from_data({**data, "applications": [app]})
+
+
+async def ask_application(start: Start, gpulet: FakeGpulet, plan: Plan) -> TenutoHandle:
+    cluster = await start(plan, gpulet)
+    return TenutoHandle(await cluster.gateway())
+
+
+async def test_an_application_is_asked_as_a_model_is(start: Start) -> None:
+    handle = await ask_application(start, FakeGpulet("a", ("m", "n")), application())
+    assert handle.models == ("m", "n", "app")
+    assert [tensor.name for tensor in handle.interface("app").inputs] == ["x"]
+    outputs = await handle.infer("app", {"x": [1.0, 2.0]})
+    assert np.array_equal(outputs["y"], np.array([4.0, 8.0], np.float32))
+    parts = [np.array([1.0, 2.0], np.float32).tobytes()]
+    answer = await handle.submit("app", parts, request_id="mine")
+    assert answer.stage_ms.keys() == {"m", "n"}
+    assert all(took_ms > 0.0 for took_ms in answer.stage_ms.values())
+    late = await handle.submit("app", parts, 0.0)
+    assert (late.outcome, late.stage_ms) == (Outcome.EXPIRED, {})
+    with pytest.raises(InvalidInputError, match=r"inputs.x: is missing"):
+        await handle.infer("app", {})
+    await handle.close()
+
+
+async def test_functions_run_beside_the_handle(start: Start) -> None:
+    function = {"after": ["m"], "map": "tests.instruments.graph_functions:copies", "count": 2, "most": 4}
+    handle = await ask_application(start, FakeGpulet("a", ("m", "n")), application(**function))
+    outputs = await handle.infer("app", {"x": [1.0, 3.0]})
+    assert np.array_equal(outputs["y"], np.array([[4.0, 12.0], [6.0, 14.0], [8.0, 16.0]], np.float32))
+    with pytest.raises(RequestFailedError, match=r"function tests.instruments.graph_functions:copies of stage 'n'"):
+        await handle.infer("app", {"x": [-1.0, 3.0]})
+    await handle.close()
+
+
+async def test_what_nobody_waits_for_any_more_is_withdrawn_from_all_stages(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m", "n"), hold=True)
+    handle = await ask_application(start, gpulet, application())
+    future = handle.submit("app", [np.array([1.0, 2.0], np.float32).tobytes()])
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    future.cancel()
+    gpulet.release()
+    gpulet.hold = False
+    assert np.array_equal((await handle.infer("n", {"x": [1.0, 2.0]}))["y"], np.array([2.0, 4.0], np.float32))
+    assert len(gpulet.sizes) == 2  # of m, and of the last request
+    await handle.close()
 
 
 async def test_without_ray_the_cure_is_named() -> None:

@@ -30,6 +30,9 @@ class Service:
     def name(self, model: str, version: str = "") -> str:
         return model
 
+    def applications(self) -> dict[str, bool]:
+        return {}
+
     def versions(self, model: str) -> list[str]:
         return ["1"]
 

@@ -1,0 +1,120 @@
+"""What a gateway counts of the requests for applications, and the last of them that ended. Requests to the models of
+their stages are counted by dispatchers, as all others."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
+from tenuto.deployments.wire.answers import Refused
+from tenuto.deployments.wire.status import ApplicationCounts, ApplicationStatus, EndedRequest, StageRecord
+from tenuto.outcome import OUTCOMES
+from tenuto.placement.application import Application
+
+_KEPT = 4096  # limit: requests that the log shows, as of models
+
+
+class _Counters:
+    """The counts of one application. When its SLO or stages change, its histograms start anew."""
+
+    def __init__(self) -> None:
+        self.counts = ApplicationCounts()
+        self.latency_s = Histogram()
+        self.stage_s: dict[str, Histogram] = {}
+
+    def follow(self, application: Application) -> None:
+        """From now on this is its entry in the plan."""
+        self.counts.slo_ms, self.counts.rate_rps = application.slo_ms, application.rate_rps
+        bounds, labels = buckets_around(application.slo_ms), [stage.label for stage in application.stages]
+        if (bounds, labels) != (self.latency_s.bounds, list(self.stage_s)):
+            self.latency_s, self.stage_s = Histogram(bounds), {label: Histogram(bounds) for label in labels}
+
+    def status(self) -> ApplicationStatus:
+        """Return the counts so far."""
+        stage_s = {label: histogram.buckets() for label, histogram in self.stage_s.items()}
+        fields = {name: getattr(self.counts, name) for name in ApplicationCounts.__struct_fields__}
+        return ApplicationStatus(**fields, latency_s=self.latency_s.buckets(), stage_s=stage_s)
+
+
+class ApplicationCounters:
+    """Invariant: every request that began and is over is counted under exactly one outcome, or as cancelled."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, _Counters] = {}
+        self._ended: deque[EndedRequest] = deque(maxlen=_KEPT)  # the newest last
+
+    def follow(self, applications: Sequence[Application]) -> None:
+        """Count the requests of these applications."""
+        known, self._counters = self._counters, {}
+        for application in applications:
+            counters = self._counters[application.name] = known.get(application.name) or _Counters()
+            counters.follow(application)
+
+    def status(self) -> dict[str, ApplicationStatus]:
+        """Return the counts of every application of the plan."""
+        return {name: counters.status() for name, counters in self._counters.items()}
+
+    def begin_request(self, application: str, samples: int) -> None:
+        """Count a request of so many samples."""
+        if (counters := self._counters.get(application)) is not None:
+            counters.counts.submitted += 1
+            counters.counts.samples += samples
+
+    def cancel_request(self, application: str) -> None:
+        """Count a request whose client went away."""
+        if (counters := self._counters.get(application)) is not None:
+            counters.counts.cancelled += 1
+
+    def end_request(
+        self,
+        application: str,
+        client_id: str,
+        took_ms: float,
+        slo_ms: float,
+        stages: Mapping[str, StageRecord],
+        ended: Refused | int,
+    ) -> None:
+        """Count and remember a request that is answered now, or refused.
+
+        Args:
+            application: its name.
+            client_id: the client's id of the request.
+            took_ms: since it came.
+            slo_ms: time that it was allowed.
+            stages: those that are complete, by label.
+            ended: the refusal, or how many samples were answered.
+        """
+        refused = None if isinstance(ended, int) else ended
+        word = OUTCOMES[took_ms > slo_ms] if refused is None else refused.outcome.word
+        record = EndedRequest(
+            id=client_id,
+            model=application,
+            outcome=word,
+            received_at_s=time.time() - took_ms / 1000.0,
+            answered_ms=took_ms,
+            reason=None if refused is None else refused.reason or None,
+            rule=None if refused is None else refused.rule or None,
+            stages=dict(stages),
+        )
+        self._ended.append(record)
+        if (counters := self._counters.get(application)) is None:
+            return  # the plan has it no more
+        counts = counters.counts
+        setattr(counts, word, getattr(counts, word) + 1)
+        if isinstance(ended, Refused):
+            counts.failed_ms += took_ms
+            return
+        counts.inferences += ended
+        counts.last_ms = round(1000.0 * time.time())
+        counters.latency_s.add(took_ms / 1000.0)
+        for label, stage in stages.items():
+            if label in counters.stage_s:
+                counters.stage_s[label].add((stage.end_ms - stage.begin_ms) / 1000.0)
+
+    def newest(self, request_id: str | None, limit: int) -> list[EndedRequest]:
+        """Return the last requests that ended, newest first; with an id, only those with it."""
+        matching = (ended for ended in reversed(self._ended) if request_id is None or ended.id == request_id)
+        return list(islice(matching, max(0, limit)))
