@@ -297,7 +297,7 @@ def on_config(config: Any) -> Any:
         {"Guide": guide},
         {"Reference": sections},
         {"Laboratory": [*laboratory, {"Journal": journal}]},
-        {"Project": ["CHANGELOG.md", "CONTRIBUTING.md", "examples/real/README.md"]},
+        {"Project": ["CHANGELOG.md", "CONTRIBUTING.md", "examples/real/README.md", "examples/applications/README.md"]},
     ]
     return config
 
