@@ -143,7 +143,7 @@ class StepScheduler:
         self.expired: list[int] = []  # given up before they began, since the driver emptied it
         self._give_ups: list[tuple[float, int, TokenSequence]] = []  # heap of (time, name, …) of those that wait
         self._unread = 0  # tokens of prompts
-        self._tpot_ms = math.inf
+        self._tpots: list[tuple[float, int, TokenSequence]] = []  # heap of (time for a token, name, …)
         self._blocks = KvBlocks(limits.kv_tokens, limits.block_tokens)
         self._decoding = Decoding(self._blocks)
         self._known: dict[int, TokenSequence] = {}
@@ -193,12 +193,18 @@ class StepScheduler:
             len(self._decoding.sequences),
             self._decoding.context_tokens,
             self._unread,
-            self._tpot_ms,
+            self._least_tpot_ms(),
             self._decoding.due_ms(),
             len(self._known),
             self._prompts.mean,
             max(1.0, self._outputs.mean),
         )
+
+    def _least_tpot_ms(self) -> float:
+        heap = self._tpots
+        while heap and self._known.get(heap[0][1]) is not heap[0][2]:
+            heappop(heap)
+        return heap[0][0] if heap else math.inf
 
     @property
     def first_by_ms(self) -> tuple[float, int]:
@@ -254,15 +260,14 @@ class StepScheduler:
             unkept = order.refusal(prompt_tokens, now_ms, first_by_ms, tpot_ms, self.load)
             if unkept is not None:
                 return unkept
-        if not self._known:
-            self._tpot_ms = math.inf
-        self._tpot_ms = min(self._tpot_ms, tpot_ms)
         taken = self._known[sequence] = TokenSequence(
             sequence, prompt_tokens, output_tokens, first_by_ms, tpot_ms, todo=prompt_tokens
         )
         self._unread += prompt_tokens
         self._prompts.add(prompt_tokens)
         self._outputs.add(output_tokens)
+        if tpot_ms < math.inf:
+            heappush(self._tpots, (tpot_ms, sequence, taken))
         if first_by_ms < math.inf:
             latest_ms = first_by_ms
             if order is not None:

@@ -99,6 +99,17 @@ def test_a_sequence_that_would_make_another_late_is_refused() -> None:
     assert "12.0 ms are allowed" in str(ORDER.refusal(10, 0.0, math.inf, math.inf, load))
 
 
+def test_the_least_time_for_a_token_is_that_of_the_sequences_that_are_there() -> None:
+    steps = StepScheduler(StepLimits(8, 100, 10_000), ORDER)
+    for name, tpot_ms in enumerate((30.0, 12.0, 20.0, math.inf)):
+        assert steps.add(name, 10, 20, tpot_ms=tpot_ms, has_begun=True) is None
+    seen = []
+    for name in (1, 0, 2, 3):
+        seen.append(steps.load.least_tpot_ms)
+        steps.cancel(name)
+    assert [*seen, steps.load.least_tpot_ms] == [12.0, 20.0, 20.0, math.inf, math.inf]
+
+
 def test_outputs_count_as_they_were_asked_until_they_have_ended() -> None:
     steps = StepScheduler(StepLimits(8, 100, 10_000), ORDER)
     for name in range(4):

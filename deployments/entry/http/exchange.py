@@ -24,7 +24,11 @@ logger = logging.getLogger("ray.serve")
 JSON = b"content-type: application/json\r\n"
 STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 
-
+# What a client may say of a request's SLO: of all of it, of its first token, and of each further one. llm-d, whose
+# gateway brought the names for tokens, writes them with its own name by now.
+SLO_HEADERS = (b"x-slo-ms",)
+TTFT_HEADERS = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
+TPOT_HEADERS = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
 OPENAI = b"/v1/"  # what its URLs begin with
 # How OpenAI's interface names an error: its type and its code.
 _KINDS = {

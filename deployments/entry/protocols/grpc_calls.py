@@ -29,7 +29,17 @@ from h2.utilities import HeaderValidationFlags, validate_headers
 
 from tenuto.deployments.entry.http.body_memory import IncomingBody, unfinished
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
-from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, inflated, too_large, unexpected
+from tenuto.deployments.entry.http.exchange import (
+    SLO_HEADERS,
+    TPOT_HEADERS,
+    TTFT_HEADERS,
+    Exchange,
+    Head,
+    HttpError,
+    inflated,
+    too_large,
+    unexpected,
+)
 from tenuto.deployments.entry.http.framing import LONGEST_CACHED_HEAD_BYTES, MOST_CACHED_HEADS
 from tenuto.deployments.entry.http.http2 import MOST_CALLS, CallStream, Headers, Http2Connection
 from tenuto.deployments.entry.http.server import UNREAD_BYTES, HttpServer, many
@@ -59,7 +69,9 @@ _TRAILERS = ((b"grpc-status", b"0"),)
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_MS = {b"H": 3.6e6, b"M": 6e4, b"S": 1e3, b"m": 1.0, b"u": 1e-3, b"n": 1e-6}  # format: of `grpc-timeout`
 # What of a call's metadata goes on as a header; whatever else is there says nothing to this server.
-_FORWARDED = frozenset((b"authorization", b"x-api-key", b"x-slo-ms", b"x-request-start", b"traceparent"))
+_FORWARDED = frozenset(
+    (b"authorization", b"x-api-key", b"x-request-start", b"traceparent", *SLO_HEADERS, *TTFT_HEADERS, *TPOT_HEADERS)
+)
 _READ = _FORWARDED | {b":method", b":path", b"content-type", b"grpc-timeout", b"grpc-encoding"}
 # gRPC's codes, by the status of HTTP that means the same.
 _CODES = {400: 3, 401: 16, 403: 7, 404: 5, 406: 11, 413: 8, 429: 8, 501: 12, 503: 14, 504: 4}  # format

@@ -580,7 +580,7 @@ class InferenceService:
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         name = self.request_id(own_id or route.client_id)
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
-        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms)
+        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms if route.tpot_ms is None else route.tpot_ms)
 
     def _predict(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
@@ -719,8 +719,9 @@ class InferenceService:
 
 
 def _ttft_ms(exchange: Exchange, route: Route, model: PlannedModel) -> float:
-    """Return how long a first token may take."""
-    return min(model.ttft_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+    """Return how long a first token may take: as its own header says, else that of the whole request, else the SLO."""
+    asked_ms = route.slo_ms if route.ttft_ms is None else route.ttft_ms
+    return min(model.ttft_ms if asked_ms is None else asked_ms, exchange.patience_ms)
 
 
 def _behind() -> HttpError:

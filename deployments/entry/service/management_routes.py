@@ -241,6 +241,10 @@ _HEADERS = {
         "What the client calls the request; echoed, and found in /requests. The body's id goes first.",
     ),
 }
+_TOKEN_HEADERS = {
+    "X-SLO-TTFT-Ms": ("number", "Time to the first token, in ms; goes before X-SLO-Ms."),
+    "X-SLO-TPOT-Ms": ("number", "Mean time for each further token, in ms; the model's SLO by default."),
+}
 _FAILURES = {
     400: "Malformed request; `error` says what to change.",
     404: "Unknown model.",
@@ -282,10 +286,13 @@ def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
     `bodies`: the schema of each type of body.
     """
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    headers = [
-        {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
-        for name, (kind, text) in _HEADERS.items()
-    ]
+    token_headers, headers = (
+        [
+            {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
+            for name, (kind, text) in described.items()
+        ]
+        for described in (_HEADERS | _TOKEN_HEADERS, _HEADERS)
+    )
 
     def post(
         name: str, summary: str, taken: Mapping[str, Any], answer: str, parameters: Sequence[Any] = (model, *headers)
@@ -299,7 +306,7 @@ def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
         name: str,
         summary: str,
         body: type,
-        parameters: Sequence[Any] = headers,
+        parameters: Sequence[Any] = token_headers,
         text: str = "The text that was generated, whole or as server-sent events.",
     ) -> dict[str, Any]:
         return post(name, summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
@@ -323,19 +330,22 @@ def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
             "embed",
             "The vectors of texts, as OpenAI's interface has them",
             EmbeddingBody,
-            text="A vector of each text.",
+            headers,
+            "A vector of each text.",
         ),
         **{
-            path: written(name, "Documents by their relevance to a query", RerankBody, text="The most relevant first.")
+            path: written(
+                name, "Documents by their relevance to a query", RerankBody, headers, "The most relevant first."
+            )
             for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"))
         },
         "/v1/score": written(
-            "score", "How relevant texts are to others, as vLLM has it", ScoreBody, text="A score of each pair."
+            "score", "How relevant texts are to others, as vLLM has it", ScoreBody, headers, "A score of each pair."
         ),
         "/v2/models/{model}/generate": written(
-            "generate", "A text that goes on, by the generate extension", GenerateBody, [model, *headers]
+            "generate", "A text that goes on, by the generate extension", GenerateBody, [model, *token_headers]
         ),
         "/v2/models/{model}/generate_stream": written(
-            "generate_stream", "The same, part by part as server-sent events", GenerateBody, [model, *headers]
+            "generate_stream", "The same, part by part as server-sent events", GenerateBody, [model, *token_headers]
         ),
     }

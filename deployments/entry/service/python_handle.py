@@ -214,7 +214,7 @@ class TenutoHandle:
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
-        slo_ms = _allowed_ms(slo_ms)
+        slo_ms = _allowed_ms(slo_ms, "slo_ms")
         parts, sizes = _parts(self.interface(model, version), inputs)
         answer = await self.submit(model, parts, slo_ms, request_id, version, sizes)
         if answer.outcome is not Outcome.OK:
@@ -323,6 +323,7 @@ class TenutoHandle:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         slo_ms: float | None = None,
+        tpot_ms: float | None = None,
         request_id: str = "",
     ) -> AsyncIterator[str]:
         """Let a model go on with a text, and give out its text part by part; leaving the loop ends the generation.
@@ -336,6 +337,7 @@ class TenutoHandle:
             seed: of the draws.
             stop: the text ends before this string, or the first of these.
             slo_ms: time to the first token, from now; default: the plan's.
+            tpot_ms: mean time for each further token; default: the plan's.
             request_id: its name in `/requests`.
 
         Raises:
@@ -350,7 +352,7 @@ class TenutoHandle:
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         asked = self._read_generation(model, tokenizer, prompt=prompt, **options)
         text = GrowingText(tokenizer, asked.stops)
-        tokens = self._tokens(model, asked, slo_ms, request_id)
+        tokens = self._tokens(model, asked, slo_ms, tpot_ms, request_id)
         async with contextlib.aclosing(tokens):
             async for token in tokens:
                 part = text.add(token)
@@ -372,12 +374,13 @@ class TenutoHandle:
         top_p: float = 1.0,
         seed: int = 0,
         slo_ms: float | None = None,
+        tpot_ms: float | None = None,
         request_id: str = "",
     ) -> AsyncGenerator[int]:
         """Let a model go on with tokens, and give out its tokens; see `generate`."""
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         tokens = self._tokens(
-            model, self._read_generation(model, None, prompt=_plain(prompt), **options), slo_ms, request_id
+            model, self._read_generation(model, None, prompt=_plain(prompt), **options), slo_ms, tpot_ms, request_id
         )
         async with contextlib.aclosing(tokens):
             async for token in tokens:
@@ -401,10 +404,11 @@ class TenutoHandle:
         return limits
 
     async def _tokens(
-        self, model: str, asked: GenerationRequest, slo_ms: float | None, request_id: str
+        self, model: str, asked: GenerationRequest, slo_ms: float | None, tpot_ms: float | None, request_id: str
     ) -> AsyncGenerator[int]:
         """Give out the tokens of a generation."""
-        name, collected, slo_ms = self._name(model, None), CollectedTokens(), _allowed_ms(slo_ms)
+        slo_ms, tpot_ms = _allowed_ms(slo_ms, "slo_ms"), _allowed_ms(tpot_ms, "tpot_ms")
+        name, collected = self._name(model, None), CollectedTokens()
         slo = self._plan.model(name).slo
         generation = self._dispatchers.generate(
             name,
@@ -412,7 +416,7 @@ class TenutoHandle:
             asked.choices[0].prompt,
             asked.choices[0].sampling,
             ttft_ms=slo_ms if slo_ms is not None else math.inf if slo is None else slo.ttft_ms,
-            tpot_ms=math.inf if slo is None else slo.tpot_ms,
+            tpot_ms=tpot_ms if tpot_ms is not None else math.inf if slo is None else slo.tpot_ms,
             client_id=request_id,
         )
         try:
@@ -479,10 +483,10 @@ def _now_ms() -> float:
     return time.monotonic() * 1000.0
 
 
-def _allowed_ms(slo_ms: float | None) -> float | None:
-    """Return the time that is allowed; raises `InvalidInputError`."""
+def _allowed_ms(given_ms: float | None, where: str) -> float | None:
+    """Return the time that an argument allows; raises `InvalidInputError`."""
     try:
-        return None if slo_ms is None else parse_slo(slo_ms, "slo_ms")
+        return None if given_ms is None else parse_slo(given_ms, where)
     except HttpError as error:
         raise InvalidInputError(str(error)) from None
 

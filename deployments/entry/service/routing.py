@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError
+from tenuto.deployments.entry.http.exchange import SLO_HEADERS, TPOT_HEADERS, TTFT_HEADERS, Exchange, Head, HttpError
 from tenuto.deployments.entry.protocols.oip_requests import DescribedRequest, parse_slo
 from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.security.keys import Caller
@@ -18,6 +18,7 @@ Handler = Callable[["Exchange", "Route", "DescribedRequest | None"], None]
 class Route(NamedTuple):
     """Where a head leads, and what its headers say; `problem` if they are wrong.
 
+    `slo_ms`: the time allowed; `ttft_ms` and `tpot_ms`: that for the first token, and for each further one.
     `caller`: who asks, if clients have keys. `began_s`: when a proxy in front took the request, in Unix time. `call`
     makes the request's call. `split`: the versions among which a random number below 1 decides, each with its upper
     bound; the bound of the last one is infinity. `shadows`: the versions that get copies, likewise. `action`: what is
@@ -27,6 +28,8 @@ class Route(NamedTuple):
     handle: Handler
     model: PlannedModel | None = None
     slo_ms: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
     json_length: int | None = None
     encoding: bytes | None = None
     client_id: str = ""
@@ -94,7 +97,9 @@ def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
     return Route(
         handle,
         model,
-        _slo_of(headers),
+        _slo_of(headers, SLO_HEADERS),
+        _slo_of(headers, TTFT_HEADERS),
+        _slo_of(headers, TPOT_HEADERS),
         encoding=None if encoding in (b"", b"identity") else encoding,
         client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
         began_s=None if model is None else _began_s(headers),
@@ -102,10 +107,12 @@ def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
     )
 
 
-def _slo_of(headers: Mapping[bytes, bytes]) -> float | None:
-    """Return the value of header X-SLO-Ms; raises `HttpError` 400 if it is no number."""
-    raw = headers.get(b"x-slo-ms")
-    return None if raw is None else parse_slo(raw.decode("latin-1"), "header X-SLO-Ms")
+def _slo_of(headers: Mapping[bytes, bytes], names: Sequence[bytes]) -> float | None:
+    """Return the time that the first of these headers gives; raises `HttpError` 400 if it is no number."""
+    for name in names:
+        if (raw := headers.get(name)) is not None:
+            return parse_slo(raw.decode("latin-1"), f"header {name.decode()}")
+    return None
 
 
 def _began_s(headers: Mapping[bytes, bytes]) -> float | None:

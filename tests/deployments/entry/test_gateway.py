@@ -126,7 +126,7 @@ async def test_compressed_bodies_are_read(bench: Bench) -> None:
         ("m", {}, {}, 400, "missing required field `inputs`"),
         ("m", {"inputs": [{**TENSOR, "datatype": "INT64"}]}, {}, 400, "datatype 'INT64'; the model takes FP32"),
         ("m", {"inputs": [{**TENSOR, "data": [1, 2, 3]}]}, {}, 400, "x"),
-        ("m", None, {"X_SLO_Ms": "soon"}, 400, "header X-SLO-Ms is 'soon'"),
+        ("m", None, {"X_SLO_Ms": "soon"}, 400, "header x-slo-ms is 'soon'"),
         ("m", {"inputs": [TENSOR], "parameters": {"slo_ms": "soon"}}, {}, 400, "parameter slo_ms is 'soon'"),
         ("m", None, {"X_SLO_Ms": "0"}, 504, "the deadline could not be met"),
         ("m", {"inputs": [TENSOR], "parameters": {"timeout": 10}}, {}, 504, "the deadline could not be met"),

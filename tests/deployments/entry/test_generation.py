@@ -299,6 +299,7 @@ async def test_tritons_client_gets_a_message_for_each_piece_and_frees_memory_whe
 ) -> None:
     pytest.importorskip("h2")
     triton = pytest.importorskip("tritonclient.grpc.aio")
+    triton_refusal = pytest.importorskip("tritonclient.utils").InferenceServerException
     bench = Bench()
     bench.grpc_port = unused_port()
     await bench.start()
@@ -316,6 +317,8 @@ async def test_tritons_client_gets_a_message_for_each_piece_and_frees_memory_whe
         yield {"model_name": "plain", "inputs": inputs(PROMPT), "request_id": "plain"}
 
     async with triton.InferenceServerClient(f"127.0.0.1:{bench.grpc_port}") as client:
+        with pytest.raises(triton_refusal, match=r"10\.0 ms are allowed"):
+            await client.infer("slow", inputs("x", max_tokens=3), headers={"x-slo-tpot-ms": "10"})
         texts, errors, finals = [], [], []
         async for answer, error in client.stream_infer(requests()):
             if error is not None:
@@ -452,6 +455,34 @@ async def test_what_is_too_late_is_refused(bench: Bench) -> None:
     assert answer.json()["error"]["type"] == "timeout_error"
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "says"),
+    [
+        ({"x-slo-ttft-ms": "0.001"}, 504, "deadline"),
+        ({"X-LLM-D-SLO-TTFT-Ms": "0.001"}, 504, "deadline"),
+        ({"x-slo-tpot-ms": "10"}, 429, "with it a token would take 20.0 ms, and 10.0 ms are allowed"),
+        ({"x-llm-d-slo-tpot-ms": "10"}, 429, "10.0 ms are allowed"),
+        ({"x-slo-tpot-ms": "0"}, 429, "0.0 ms are allowed"),
+        ({"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "25.5"}, 200, ""),
+        # What says most of a time goes first.
+        ({"x-slo-ms": "0.001", "x-slo-ttft-ms": "60000"}, 200, ""),
+        ({"x-slo-ms": "60000", "x-slo-ttft-ms": "0.001"}, 504, "deadline"),
+        ({"x-slo-ttft-ms": "soon"}, 400, "header x-slo-ttft-ms is 'soon'. Give a number of at most 3600000."),
+        ({"x-slo-tpot-ms": "nan"}, 400, "header x-slo-tpot-ms is 'nan'. Give a number"),
+        ({"x-slo-tpot-ms": "3600001"}, 400, "Give a number of at most 3600000"),
+    ],
+)
+async def test_a_request_may_bring_times_for_its_tokens(
+    bench: Bench, headers: dict[str, str], status: int, says: str
+) -> None:
+    document = {"model": "slow", "prompt": "x", "max_tokens": 3}
+    answer = await bench.client.post("/v1/completions", json=document, headers=headers)
+    assert (answer.status_code, says in answer.text) == (status, True), answer.text
+    triton = {"text_input": "x", "parameters": {"max_tokens": 3}}
+    answer = await bench.client.post("/v2/models/slow/generate", json=triton, headers=headers)
+    assert (answer.status_code, says in answer.text) == (status, True), answer.text
+
+
 async def test_more_than_the_memory_waits_its_turn(bench: Bench) -> None:
     generator = bench.generator("a", "real")
     asked = {"model": "real", "prompt": "x" * 100, "max_tokens": 60, "temperature": 0}
@@ -525,6 +556,10 @@ async def test_what_python_asks_is_held_to_the_rules_of_http(bench: Bench, monke
                 _ = [part async for part in tenuto.generate("slow", "x", slo_ms=wrong)]
             with pytest.raises(InvalidInputError, match="slo_ms"):
                 await tenuto.infer("plain", {"INPUT0": tensor}, slo_ms=wrong)
+            with pytest.raises(InvalidInputError, match="tpot_ms"):
+                _ = [part async for part in tenuto.generate("slow", "x", tpot_ms=wrong)]
+        with pytest.raises(RequestFailedError, match=r"10\.0 ms are allowed"):
+            _ = [part async for part in tenuto.generate("slow", "x", tpot_ms=10.0)]
         assert steps == []
         letters = "".join([part async for part in tenuto.generate("slow", "x", max_tokens=6)])
         stopped = tenuto.generate("slow", "x", max_tokens=6, stop=letters[2:4])  # one string, and not two letters
