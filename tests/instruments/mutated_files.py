@@ -55,7 +55,14 @@ models:
 mps: off
 objective: each
 applications:
-  - {name: a, slo_ms: 200, rate_rps: 5, stages: [{name: s, model: resnet50}, {name: t, model: vgg19, after: [s]}]}
+  - name: a
+    slo_ms: 200
+    rate_rps: 5
+    stages:
+      - {name: s, model: resnet50, inputs: {x: image}}
+      - {name: t, model: vgg19, after: [s], map: "a.b:c", count: 2.5, most: 9, allow_missing: true}
+      - {model: own, inputs: {x: s.y, z: image}, latency: {alpha_ms: 1, beta_ms: 2}, part: 2}
+    outputs: {y: own.y, t: t.y}
 """
 _CLUSTER = b"""\
 schema: 1

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tenuto.documents import parse_document
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.files import parse_yaml
 from tenuto.loadgen.application_load import make_application_load
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
@@ -174,3 +177,112 @@ def test_an_output_whose_name_has_dots_belongs_to_the_longest_stage() -> None:
     assert app.source_of("detect.y.1") == ("detect", "y.1")
     assert app.source_of("image") == (None, "image")
     assert [stage.label for stage in app.last_stages] == ["end"]
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+)
+OTHERS = st.one_of(
+    st.sampled_from(
+        [0, 2, 1.5, 1e90, "m0", "m0.y", "image", "read", "read:2", "a:b", "a/b", "", ".y", "app.m0", {}, [], ["m1"]]
+    ),
+    JUNK,
+)
+KEYS = st.sampled_from(
+    [
+        "name",
+        "after",
+        "inputs",
+        "map",
+        "count",
+        "most",
+        "part",
+        "budget_ms",
+        "shared",
+        "allow_missing",
+        "latency",
+        "sizes",
+        "profile",
+        "options",
+        "outputs",
+        "source",
+        "alone",
+        "rate_rps",
+        "other",
+    ]
+)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> dict[str, Any]:
+    """Return an application that is valid beside the models `detect` and `read`."""
+    stages: list[dict[str, Any]] = []
+    for place in range(draw(st.integers(1, 4))):
+        stage: dict[str, Any] = {"model": f"m{place}", "name": f"m{place}", "latency": FAST}
+        if draw(st.booleans()):
+            stage = {"model": draw(st.sampled_from(["detect", "read"])), "name": f"m{place}"}
+        before = [f"m{earlier}" for earlier in range(place) if draw(st.booleans())]
+        kind = draw(st.sampled_from(["after", "inputs", "map", "count"]))
+        single = [
+            label for label, earlier in zip((s["name"] for s in stages), stages, strict=True) if "count" not in earlier
+        ]
+        if kind == "inputs" and single:
+            stage["inputs"] = {"x": f"{draw(st.sampled_from(single))}.y", "z": "image"}
+        elif kind == "map":
+            stage |= {
+                "map": "a.b:c",
+                "count": draw(st.sampled_from([0.5, 2, 30.0])),
+                "allow_missing": draw(st.booleans()),
+            }
+        elif kind == "count":
+            stage["count"] = draw(st.integers(2, 9))
+        stages.append(stage | ({"after": before} if before else {}))
+    return {"name": "app", "rate_rps": draw(st.sampled_from([1, 7.5])), "slo_ms": 90.0, "stages": stages}
+
+
+@st.composite
+def mutated(draw: st.DrawFn, data: Any) -> Any:
+    """Return data with one value at a random place that is another, is gone, or is new."""
+    if not isinstance(data, dict | list) or not data or draw(st.integers(0, 9)) == 0:
+        return draw(OTHERS)
+    if isinstance(data, list):
+        place = draw(st.integers(0, len(data) - 1))
+        kept = [] if draw(st.integers(0, 9)) == 0 else [draw(mutated(data[place]))]
+        return [*data[:place], *kept, *data[place + 1 :]]
+    if draw(st.integers(0, 4)) == 0:
+        return {**data, draw(KEYS): draw(OTHERS)}
+    key = "stages" if "stages" in data and draw(st.booleans()) else draw(st.sampled_from(sorted(data)))
+    return {**data, key: draw(mutated(data[key]))}
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a workload with none, one or two faults."""
+    models = [DETECT, draw(st.sampled_from([READ, {**READ, "rate_rps": 0}, {**READ, "priority": 2}]))]
+    graph = draw(graphs())
+    used = {stage["model"] for stage in graph["stages"]}
+    data: Any = {"models": [model for model in models if model["name"] in used], "applications": [graph]}
+    for _ in range(draw(st.integers(0, 2))):
+        key = draw(st.sampled_from(["models", "applications", "applications"]))
+        data = {**data, key: draw(mutated(data[key]))}
+    return data
+
+
+@settings(max_examples=3 * settings.default.max_examples)
+@given(documents())
+def test_every_document_is_a_workload_or_every_fault_of_it_is_named_with_its_cure(data: dict[str, Any]) -> None:
+    work, problems = None, list[Problem]()
+    try:
+        work = parse_document(Workload, data, origin="w")
+    except InvalidInputError as error:
+        problems += error.problems
+    if work is None:
+        assert problems
+        assert all(problem.cure and problem.path.startswith("w") for problem in problems)
+        return
+    dumped = work.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    assert parse_document(Workload, dumped, origin="w") == work
+    assert Workload.of_document(parse_yaml(work.dump(), "w"), "w") == work
+    for application in work.applications:
+        assert all(application.budget_ms(stage) > 0.0 for stage in application.stages)
+        assert {application.model_name(stage) for stage in application.stages} <= {model.name for model in work.models}
