@@ -20,6 +20,7 @@ from tests.batching.checked_run import CheckedRun, Event
 from tests.batching.core import contract
 from tests.batching.core.contract import Drawn
 from tests.batching.core.test_properties import scenarios
+from tests.instruments.seeds import seeds
 
 GRID = ((16,), (64,), (256,))
 
@@ -168,7 +169,7 @@ def test_a_lone_large_request_and_ten_small_ones_are_all_in_time(
     assert len(out.served) == 11
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_neither_small_nor_large_requests_starve_below_capacity(seed: int) -> None:
     """Nine of ten requests are small, and the large ones take two thirds of the time of the gpu-let."""
     sized, rng = system(0.05, 1.0, slo_ms=90.0), np.random.default_rng(seed)

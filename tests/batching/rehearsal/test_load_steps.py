@@ -8,12 +8,13 @@ import pytest
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
+from tests.instruments.seeds import seeds
 from tests.instruments.systems import everywhere_linear
 
 WINDOW_S = 5.0  # of the offered rate
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, 3))
 @pytest.mark.parametrize(
     ("alpha_ms", "beta_ms", "slo_ms", "gpulets", "before_rps", "after_rps"),
     [
