@@ -10,35 +10,22 @@ from rich.console import Console
 
 from tenuto.cli import main
 from tenuto.cli.live_picture import picture
-from tenuto.deployments.operator.live_view import LiveStatus, LiveView
-from tenuto.deployments.wire.status import SystemStatus
-from tests.instruments.shown_status import ShownServer
+from tenuto.deployments.operator.live_view import LiveStatus
+from tests.instruments.shown_status import ShownServer, WatchedServer
 
 
 @pytest.fixture(scope="module")
 def live() -> LiveStatus:
     """Fifty models on a hundred gpu-lets, twenty seconds after the first look."""
-    server, now_s = ShownServer(), 0.0
-
-    async def status() -> SystemStatus:
-        server.second()
-        return server.status()
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
 
     async def watch() -> LiveStatus:
-        nonlocal now_s
-        view = LiveView(status, clock=lambda: now_s, sleep=sleep)
-        await view.look()
-        for _ in range(19):
-            now_s += 1.0
-            await view.sample()
+        watched = WatchedServer(ShownServer())
+        await watched.view.look()
+        await watched.sample(19)
         try:
-            return await view.look()
+            return await watched.view.look()
         finally:
-            view.close()
+            watched.view.close()
 
     return asyncio.run(watch())
 

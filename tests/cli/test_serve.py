@@ -18,7 +18,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.errors import EnvironmentFaultError
 from tests.instruments.forking import ROOT
-from tests.instruments.live import PATIENCE_S, until
+from tests.instruments.live import PATIENCE_S, until, with_mark
 
 # Its replicas are forked, as those of every Ray in these tests.
 PROGRAM = """
@@ -70,18 +70,6 @@ def tenuto(*args: str, **environment: str) -> subprocess.Popen[str]:
         cwd=ROOT,
         env={key: value for key, value in {**os.environ, **environment}.items() if value},
     )
-
-
-def with_mark(mark: str) -> list[int]:
-    """Return the processes that inherited a mark in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"TENUTO_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 def is_ready(url: str) -> bool:

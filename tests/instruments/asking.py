@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+import httpx
 import numpy as np
 
 from tenuto.deployments.entry.service.dispatching import Dispatching, ask
@@ -10,7 +11,7 @@ from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tests.instruments.live import PATIENCE_S
 
-__all__ = ["X", "answer", "outputs", "submit", "until"]
+__all__ = ["X", "answer", "outputs", "submit", "until", "until_ready"]
 
 X = [np.array([1, 2], np.float32).tobytes()]
 
@@ -41,6 +42,13 @@ async def until(claim: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not claim():
             await asyncio.sleep(0.001)
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    """Wait until a gateway says that it is ready."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await client.get("/v2/health/ready")).status_code != 200:
+            await asyncio.sleep(0.005)
 
 
 def outputs(found: Answer) -> dict[str, list[float]]:

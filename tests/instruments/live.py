@@ -6,7 +6,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.serve.building import deploy_applications
@@ -16,7 +17,7 @@ from tenuto.deployments.serve.launcher import Launcher
 from tenuto.deployments.serve.states import application_states
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LONG_MS", "PATIENCE_S", "asking", "bring_up", "infer", "pids", "post", "until"]
+__all__ = ["LONG_MS", "PATIENCE_S", "asking", "bring_up", "infer", "pids", "post", "until", "with_mark"]
 
 PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
 LONG_MS = 60_000.0  # a deadline that a busy machine meets too
@@ -103,3 +104,13 @@ def until(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     while not claim():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.1)
+
+
+def with_mark(mark: str) -> list[int]:
+    """Return the processes that inherited a mark in their environment."""
+    marked = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"TENUTO_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                marked.append(int(entry.name))
+    return marked

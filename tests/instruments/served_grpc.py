@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.instruments.live import PATIENCE_S
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("h2")
 client = pytest.importorskip("tritonclient.grpc.aio")
+
+__all__ = ["PLAN", "Served", "client", "grpc", "served"]
 
 PLAN = make_plan(("a", ("m",)), slo_ms=60_000.0)
 
@@ -70,3 +73,11 @@ class Served:
         await self.channel.close()
         await self.entry.close()
         self.gpulet.die()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = Served()
+    await made.start()
+    yield made
+    await made.close()

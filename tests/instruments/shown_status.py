@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
+from tenuto.deployments.operator.live_view import LiveView
 from tenuto.deployments.wire.status import SystemStatus
 
-__all__ = ["ShownServer"]
+__all__ = ["ShownServer", "WatchedServer"]
 
 
 class ShownServer:
@@ -132,6 +133,32 @@ class ShownServer:
                 }
             ],
         }
+
+
+class WatchedServer:
+    """A view of a shown server, on a clock that moves when the view waits and when a test says so."""
+
+    def __init__(self, server: ShownServer, *, moves: bool = True) -> None:
+        """`moves`: the server counts a second whenever it is asked."""
+        self.now_s = 0.0
+        self.asked = 0
+        self._server, self._moves = server, moves
+        self.view = LiveView(self._status, clock=lambda: self.now_s, sleep=self._sleep)
+
+    async def _status(self) -> SystemStatus:
+        self.asked += 1
+        if self._moves:
+            self._server.second()
+        return self._server.status()
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    async def sample(self, count: int) -> None:
+        """Sample once a second, so often."""
+        for _ in range(count):
+            self.now_s += 1.0
+            await self.view.sample()
 
 
 class _Model:

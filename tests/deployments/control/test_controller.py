@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from random import Random
 
@@ -19,6 +20,21 @@ GPUS = [gpu("n0/0"), gpu("n0/1"), gpu("n1/0")]
 ONE = make_plan({"n0/0/a": (100.0, ["a", "b"])})
 TWO = make_plan({"n0/0/a": (100.0, ["a", "b"]), "n0/1/a": (100.0, ["a", "b"])})
 MOVED = make_plan({"n0/1/a": (100.0, ["a", "b"])})
+NONE = Proposal(None, "", ChangeWorth(False, "no other plan was found"))
+
+
+def outgrown(
+    answer: Proposal | str | None = None,
+    settings: Mapping[str, object] | None = None,
+    *,
+    not_ready: Iterable[str] = (),
+    seconds: int = 0,
+) -> Desk:
+    """Return a desk whose model `a` has outgrown plan `ONE`, after so many looks."""
+    desk = Desk(ONE, GPUS, settings)
+    desk.rates["a"], desk.answer, desk.not_ready = 700.0, answer, set(not_ready)
+    desk.look(seconds)
+    return desk
 
 
 def befall(desk: Desk, happens: str) -> None:
@@ -88,11 +104,7 @@ def test_a_reason_that_is_turned_off_is_not_looked_at() -> None:
 
 
 def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.answer = pays(MOVED)
-    desk.not_ready = {"n0/1/a"}
-    desk.look(10)
+    desk = outgrown(pays(MOVED), not_ready={"n0/1/a"}, seconds=10)
     assert [{g.id for g in apply.plan.gpulets} for apply in desk.applied] == [{"n0/0/a", "n0/1/a"}]
     desk.not_ready.clear()
     desk.look(3)
@@ -106,25 +118,19 @@ def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
     [
         ("the solver broke", "Running plan kept: the solver broke"),
         (None, "took more than 10 s. Raise change.plan_timeout_s"),
-        (Proposal(None, "", ChangeWorth(False, "no other plan was found")), "no other plan was found"),
+        (NONE, "no other plan was found"),
         (Proposal(TWO, "planned anew", ChangeWorth(False, "it carries less")), "it carries less"),
     ],
 )
 def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, words: str) -> None:
-    desk = Desk(ONE, GPUS, {"change": {"plan_timeout_s": 10}})
-    desk.rates["a"] = 700.0
-    desk.answer = answer
-    desk.look(30)
+    desk = outgrown(answer, {"change": {"plan_timeout_s": 10}}, seconds=30)
     assert not desk.applied
     assert words in desk.entries[0].text
     assert len(desk.questions) <= 3  # the same question is not asked again and again
 
 
 def test_a_question_is_asked_again_when_there_is_news_or_its_answer_is_old() -> None:
-    desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}, "rates": {"settle_s": 1}})
-    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"))
-    desk.rates["a"] = 700.0
-    desk.look(60)
+    desk = outgrown(NONE, {"when": {"underused": None, "rate": None}, "rates": {"settle_s": 1}}, seconds=60)
     desk.questions.clear()
     desk.rates["b"] *= 1.1  # chance does that in 20 s
     desk.look(150)
@@ -148,17 +154,13 @@ def test_the_same_gpulets_for_other_rates_are_no_change_to_be_proved() -> None:
 
 
 def test_advice_is_given_and_not_taken() -> None:
-    desk = Desk(ONE, GPUS, {"mode": "advise"})
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
-    desk.look(30)
+    desk = outgrown(pays(TWO), {"mode": "advise"}, seconds=30)
     assert not desk.applied
     assert set(desk.kinds()) == {"advice"}
 
 
 def test_advice_is_kept_for_who_asks_until_it_is_none_any_more() -> None:
-    desk = Desk(ONE, GPUS, {"mode": "advise"})
-    desk.rates["a"] = 700.0
+    desk = outgrown(settings={"mode": "advise"})
     priced = TWO.model_copy(update={"expected": TWO.expected.model_copy(update={"cost_per_hour": 6.12})})
     desk.answer = pays(priced)
     desk.look(30)
@@ -216,9 +218,7 @@ def test_nothing_that_changes_nothing_is_noted_twice_within_the_horizon() -> Non
 
 
 def test_an_answer_for_another_workload_is_none() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.look(3)
+    desk = outgrown(seconds=3)
     (asked,) = desk.questions
     desk.controller.edit({"a": ONE.models[0].model_copy(update={"slo_ms": 40.0})})
     desk.controller.planned(desk.now_s, asked.number, pays(TWO))
@@ -259,14 +259,9 @@ def test_what_was_declared_stays_so_whatever_plan_comes_back(seed: int) -> None:
 
 
 def test_off_and_paused_change_nothing() -> None:
-    desk = Desk(ONE, GPUS, {"mode": False})
-    desk.answer = pays(TWO)
-    desk.rates["a"] = 700.0
-    desk.look(30)
+    desk = outgrown(pays(TWO), {"mode": False}, seconds=30)
     assert not desk.questions
-    paused = Desk(ONE, GPUS)
-    paused.answer = pays(TWO)
-    paused.rates["a"] = 700.0
+    paused = outgrown(pays(TWO))
     paused.controller.pause(paused=True)
     paused.look(30)
     assert not paused.applied
@@ -299,10 +294,7 @@ def test_changes_are_limited_per_hour_and_cool_down_before_they_save() -> None:
 
 
 def test_a_model_that_is_removed_right_after_a_change_waits_for_no_cool_down() -> None:
-    desk = Desk(ONE, GPUS, {"change": {"cool_down_s": 300}, "rates": {"settle_s": 1}})
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
-    desk.look(10)
+    desk = outgrown(pays(TWO), {"change": {"cool_down_s": 300}, "rates": {"settle_s": 1}}, seconds=10)
     assert desk.controller.plan.to_data() == TWO.to_data()
     desk.answer = pays(make_plan({"n0/0/a": (100.0, ["a"])}), saves=True)
     desk.controller.edit({"b": None})
@@ -322,9 +314,7 @@ def test_a_model_that_is_added_is_served_also_where_another_plan_would_save_gpus
 
 
 def test_new_gpulets_that_cannot_start_roll_the_change_back() -> None:
-    desk = Desk(ONE, GPUS, {"change": {"cool_down_s": 60}})
-    desk.rates["a"] = 700.0
-    desk.answer = pays(MOVED)
+    desk = outgrown(pays(MOVED), {"change": {"cool_down_s": 60}})
     desk.broken = {"n0/1/a": "the weights are missing"}
     desk.look(10)
     assert [sorted(g.id for g in apply.plan.gpulets) for apply in desk.applied] == [["n0/0/a", "n0/1/a"], ["n0/0/a"]]
@@ -339,11 +329,7 @@ def test_new_gpulets_that_cannot_start_roll_the_change_back() -> None:
 
 
 def test_new_gpulets_that_do_not_come_roll_the_change_back() -> None:
-    desk = Desk(ONE, GPUS, {"change": {"ready_timeout_s": 30}})
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
-    desk.not_ready = {"n0/1/a"}
-    desk.look(50)
+    desk = outgrown(pays(TWO), {"change": {"ready_timeout_s": 30}}, not_ready={"n0/1/a"}, seconds=50)
     assert "not ready after" in desk.text("roll back")
     assert desk.controller.plan.to_data() == ONE.to_data()
 
@@ -379,9 +365,7 @@ def test_a_gpu_that_is_lost_soon_after_a_change_is_not_blamed_on_it() -> None:
 
 
 def test_a_gpu_that_is_lost_is_planned_around_though_a_change_has_just_failed() -> None:
-    desk = Desk(ONE, GPUS, {"change": {"cool_down_s": 600}})
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
+    desk = outgrown(pays(TWO), {"change": {"cool_down_s": 600}})
     desk.broken = {"n0/1/a": "the weights are missing"}
     desk.look(10)
     assert desk.kinds()[-1] == "rolled back"
@@ -391,10 +375,7 @@ def test_a_gpu_that_is_lost_is_planned_around_though_a_change_has_just_failed() 
 
 
 def test_losses_that_the_plan_before_would_have_too_do_not_roll_back() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
-    desk.look(10)
+    desk = outgrown(pays(TWO), seconds=10)
     desk.lost["a"] = 0.5
     desk.rates["a"] = 3000.0
     desk.look(20)
@@ -402,9 +383,7 @@ def test_losses_that_the_plan_before_would_have_too_do_not_roll_back() -> None:
 
 
 def test_a_plan_for_gpus_that_have_changed_meanwhile_is_asked_for_again() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.look(5)
+    desk = outgrown(seconds=5)
     (asked,) = desk.questions
     desk.gpus = (GPUS[0], GPUS[2])  # another of them is gone
     desk.look()
@@ -434,11 +413,7 @@ def test_a_plan_that_a_rate_has_outgrown_meanwhile_is_asked_for_once_more() -> N
 
 
 def test_a_gpu_lost_during_a_change_ends_it_and_is_planned_around() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
-    desk.not_ready = {"n0/1/a"}
-    desk.look(5)
+    desk = outgrown(pays(TWO), not_ready={"n0/1/a"}, seconds=5)
     assert desk.controller.change is not None
     desk.gpus = (GPUS[0], GPUS[2])
     desk.answer = pays(make_plan({"n0/0/a": (100.0, ["a", "b"]), "n1/0/a": (100.0, ["a", "b"])}))
@@ -449,10 +424,7 @@ def test_a_gpu_lost_during_a_change_ends_it_and_is_planned_around() -> None:
 
 @pytest.mark.parametrize("died_after", range(1, 9))
 def test_a_change_goes_on_after_the_controllers_death(died_after: int) -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.answer = pays(MOVED)
-    desk.look(died_after)
+    desk = outgrown(pays(MOVED), seconds=died_after)
     desk.restart()
     desk.look(12)
     assert desk.controller.plan.to_data() == MOVED.to_data()
@@ -460,10 +432,7 @@ def test_a_change_goes_on_after_the_controllers_death(died_after: int) -> None:
 
 
 def test_memory_survives_its_own_writing() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.answer = pays(MOVED)
-    desk.not_ready = {"n0/1/a"}
+    desk = outgrown(pays(MOVED), not_ready={"n0/1/a"})
     desk.ratios["n0/0/a"] = {"b": 1.3}
     desk.look(10)
     before = desk.controller.memory().to_data()
@@ -472,16 +441,10 @@ def test_memory_survives_its_own_writing() -> None:
 
 
 def test_gpus_are_asked_for_within_bounds_and_missing_ones_are_told() -> None:
-    desk = Desk(ONE, GPUS, {"gpus": {"v100": {"min": 1, "max": 4}}})
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO, wanted={"v100": 6})
-    desk.look(10)
+    desk = outgrown(pays(TWO, wanted={"v100": 6}), {"gpus": {"v100": {"min": 1, "max": 4}}}, seconds=10)
     assert [want.by_type for want in desk.wanted] == [{"v100": 4}]
     assert "more GPUs than there are: v100 2" in desk.text("missing")
-    fixed = Desk(ONE, GPUS)
-    fixed.rates["a"] = 700.0
-    fixed.answer = pays(TWO, wanted={"v100": 5})
-    fixed.look(10)
+    fixed = outgrown(pays(TWO, wanted={"v100": 5}), seconds=10)
     assert not fixed.wanted
     assert "v100 2" in fixed.text("missing")
 
@@ -489,7 +452,7 @@ def test_gpus_are_asked_for_within_bounds_and_missing_ones_are_told() -> None:
 def test_batches_that_get_slower_still_are_planned_with_again() -> None:
     """What gpu-lets report is an average: a jump to 1.45 is first seen as one to 1.34, and then looked like no news."""
     desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}})
-    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"))
+    desk.answer = NONE
     for ratio in (1.0, 1.34, 1.45, 1.45, 1.45, 1.45, 1.46):
         desk.ratios["n0/0/a"] = {"a": ratio}
         desk.look()
@@ -508,9 +471,7 @@ LARGER = make_plan({"n0/0/b": (60.0, ["a"])}).gpulets[0]
 @pytest.mark.parametrize("happens", ["slow", "losses"])
 def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happens: str) -> None:
     desk = Desk(HALF, GPUS, {"standby_pct": 10, "when": {"underused": None, "rate": None}})
-    desk.answer = Proposal(
-        None, "", ChangeWorth(False, "no other plan was found"), standby=(Standby("n0/0/a", LARGER),)
-    )
+    desk.answer = replace(NONE, standby=(Standby("n0/0/a", LARGER),))
     desk.look(25)
     assert desk.applied[-1].plan == HALF
     assert desk.applied[-1].standby == (LARGER,)
@@ -531,7 +492,7 @@ def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happe
 def test_standby_processes_of_what_is_kept_are_kept_while_the_plan_changes() -> None:
     desk = Desk(ONE, GPUS, {"standby_pct": 10})
     other = make_plan({"n0/0/b": (60.0, ["a", "b"])}).gpulets[0]
-    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"), standby=(Standby("n0/0/a", other),))
+    desk.answer = replace(NONE, standby=(Standby("n0/0/a", other),))
     desk.look(2)
     desk.rates["a"] = 700.0
     desk.answer = pays(TWO)
@@ -546,7 +507,7 @@ def test_a_twin_joins_at_the_next_look_where_a_gpu_is_lost_or_a_model_outgrows_w
     desk = Desk(HALF, GPUS, {"standby_gpus": 1, "when": {"underused": None}})
     waiting = twins(HALF, 1, GPUS, HALF)
     assert [(twin.of, twin.gpulet.gpu) for twin in waiting] == [("n0/0/a", "n0/1")]
-    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"), standby=waiting)
+    desk.answer = replace(NONE, standby=waiting)
     desk.look(25)
     assert desk.applied[-1].standby == (waiting[0].gpulet,)
     desk.answer = None

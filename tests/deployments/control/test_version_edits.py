@@ -110,10 +110,13 @@ class SplitDesk(PlanningDesk):
         return {spec.name: spec.share_pct for spec in self.controller.plan.models if spec.model == "m"}
 
 
-def served(mode: str = "act") -> SplitDesk:
+def served(mode: str = "act", *, canary_pct: float | None = None, seconds: int = 0) -> SplitDesk:
     plan = make_plan({"n0/0/a": (100.0, ["m", "x"])}, rate_rps=100.0)
     desk = SplitDesk(plan, {"m": 300.0, "x": 50.0}, {"mode": mode})
     desk.look(30)
+    if canary_pct is not None:
+        bring(desk, canary_pct)
+    desk.look(seconds)
     return desk
 
 
@@ -140,9 +143,7 @@ def test_a_canary_is_brought_before_it_is_sent_anything_and_a_share_moves_withou
 
 
 def test_a_promoted_version_is_planned_for_all_requests_before_it_has_them() -> None:
-    desk = served()
-    bring(desk, 5.0)
-    desk.look(20)
+    desk = served(canary_pct=5.0, seconds=20)
     controller = desk.controller
     controller.edit(promoted(controller.workload, "m", "2"))
     desk.applied.clear()
@@ -197,9 +198,7 @@ def test_advice_that_is_carried_out_brings_the_version_that_it_was_made_for() ->
 
 
 def test_a_version_that_is_promoted_already_is_not_taken_back_on_the_way() -> None:
-    desk = served()
-    bring(desk, 5.0)
-    desk.look(20)
+    desk = served(canary_pct=5.0, seconds=20)
     controller = desk.controller
     controller.edit(promoted(controller.workload, "m", "2"))
     desk.lost["m:2"] = 1.0
@@ -210,9 +209,7 @@ def test_a_version_that_is_promoted_already_is_not_taken_back_on_the_way() -> No
 
 
 def test_a_canary_that_is_worse_is_taken_back_and_the_log_says_why() -> None:
-    desk = served()
-    bring(desk, 10.0)
-    desk.look(20)
+    desk = served(canary_pct=10.0, seconds=20)
     assert desk.split() == {"m": None, "m:2": 10.0}
     desk.applied.clear()
     desk.lost["m:2"] = 0.9
@@ -243,9 +240,7 @@ def test_a_version_that_does_not_become_ready_is_given_up() -> None:
 
 
 def test_a_version_goes_with_a_change_that_is_taken_back_as_others_lose() -> None:
-    desk = served()
-    bring(desk, 10.0)
-    desk.look(8)
+    desk = served(canary_pct=10.0, seconds=8)
     assert desk.split() == {"m": None, "m:2": 10.0}
     desk.lost["x"] = 0.5  # since then
     for _ in range(200):
@@ -258,9 +253,7 @@ def test_a_version_goes_with_a_change_that_is_taken_back_as_others_lose() -> Non
 
 
 def test_what_only_advises_or_is_paused_says_so_and_an_operator_can_take_back() -> None:
-    desk = served()
-    bring(desk, 10.0)
-    desk.look(20)
+    desk = served(canary_pct=10.0, seconds=20)
     desk.controller.pause(paused=True)
     desk.lost["m:2"] = 1.0
     desk.look(40)

@@ -40,17 +40,12 @@ def entry(name: str, **rest: Any) -> dict[str, Any]:
 async def bench() -> AsyncIterator[Bench]:
     """A gateway that knows Anna, who may ask `m`, and Ben, who may ask twice; operators have a port of their own."""
     made = Bench()
-    for gpulet in made.gpulets.values():
-        await gpulet.start()
     made.operators = unused_port()  # type: ignore[attr-defined]
-    await made.follow(
+    await made.start(
         PLAN,
         keys=[entry("anna", models=["m"]), entry("ben", rate_rps=0.001, burst=2)],
         operators={"host": "127.0.0.1", "port": made.operators},  # type: ignore[attr-defined]
     )
-    async with asyncio.timeout(PATIENCE_S):
-        while (await made.client.get("/v2/health/ready")).status_code != 200:
-            await asyncio.sleep(0.005)
     yield made
     await made.close()
 
@@ -362,8 +357,6 @@ async def test_where_no_key_is_asked_for_only_names_of_this_machine_are_answered
     headers: dict[str, str], status: int
 ) -> None:
     made = Bench()
-    for gpulet in made.gpulets.values():
-        await gpulet.start()
     await made.follow(PLAN, host_names=["models.example.com"])
     for path in ("/v2/health/live", "/v2", "/docs"):
         answer = await made.client.get(path, headers=headers)

@@ -101,24 +101,12 @@ async def behind(tmp_path: Path) -> AsyncIterator[Behind]:
     made.arena.close()
 
 
-async def attack(port: int, data: bytes) -> bytes:
-    """Send bytes, and return what comes back until nothing more does."""
+async def sent(port: int, data: bytes, *, ends: bool = False) -> bytes:
+    """Send bytes as another client, which may end its half then; return what comes back until nothing more does."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
-    writer.write_eof()
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            return await reader.read()
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
-
-
-async def ask(port: int, number: int) -> bytes:
-    """Ask as another client; return what it gets."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /victim/%d HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % number)
+    if ends:
+        writer.write_eof()
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await reader.read()
@@ -133,9 +121,10 @@ async def check(behind: Behind, attacks: list[bytes]) -> int:
     answered = 0
     for number, data in enumerate(attacks):
         for port in (behind.strict, behind.lenient):
-            await attack(port, data)
+            await sent(port, data, ends=True)
             for _ in range(2):
-                got = await ask(port, number)
+                victim = b"GET /victim/%d HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % number
+                got = await sent(port, victim)
                 own = b"/victim/%d " % number
                 # Where we closed the connection HAProxy says 502 to whoever comes next, which is nobody else's answer.
                 assert got.endswith(own) or got.startswith((b"HTTP/1.1 502", b"HTTP/1.0 502")), (data, got)

@@ -33,6 +33,7 @@ from tenuto.profiles.networks.inputs import as_blocks, blank_inputs
 from tenuto.profiles.networks.model_options import RunOptions
 from tenuto.profiles.networks.programs import Member, lone_program, prepare_program
 from tests.deployments.gpulet.test_streaming_gpulet import OWN, make_plan, start
+from tests.instruments.asking import until_ready
 from tests.instruments.live import PATIENCE_S
 
 torch = pytest.importorskip("torch")
@@ -93,9 +94,7 @@ class Served:
             "grpc": {"host": "127.0.0.1", "port": self.grpc_port},
         }
         await self.entry.follow(read_gateway_config({"plan": plan.to_data(), **sockets, **more}))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.client.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0.005)
+        await until_ready(self.client)
 
     async def close(self) -> None:
         await self.client.aclose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -17,7 +17,9 @@ messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages
 
 from tests.instruments.http2_client import INFER, WINDOW_UPDATE, Http2Client, message  # noqa: E402
 from tests.instruments.live import PATIENCE_S  # noqa: E402
-from tests.instruments.served_grpc import Served  # noqa: E402
+from tests.instruments.served_grpc import Served, served  # noqa: E402
+
+__all__ = ["served"]  # the fixture
 
 STREAM = "inference.GRPCInferenceService/ModelStreamInfer"
 Fault = Callable[[Http2Client], int]
@@ -88,14 +90,6 @@ ENDS_ALL: dict[str, Fault] = {
     ),
     "a window that does not grow": begun(widened(0)),
 }
-
-
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    made = Served()
-    await made.start()
-    yield made
-    await made.close()
 
 
 async def test_only_the_call_at_fault_ends(served: Served) -> None:

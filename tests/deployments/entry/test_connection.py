@@ -136,8 +136,9 @@ def chunked(*chunks: bytes) -> bytes:
     return b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + parts + b"0\r\n\r\n"
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, 20_000, 70_000, LARGE])
-@pytest.mark.parametrize("piece", [1 << 20, 977])
+@pytest.mark.parametrize(
+    ("piece", "size"), [(1, 3), *((piece, n) for piece in (977, 1 << 20) for n in (0, 1, 1000, 20_000, 70_000, LARGE))]
+)
 async def test_a_body_of_any_size_in_pieces_of_any_size_arrives_whole(bench: Bench, size: int, piece: int) -> None:
     client = await bench.client()
     body = bytes(n * 7 % 251 for n in range(size))
@@ -150,15 +151,6 @@ async def test_a_body_of_any_size_in_pieces_of_any_size_arrives_whole(bench: Ben
         assert (await client.hear())[:2] == (200, body)
     assert bench.service.in_slot == [size >= 1 << 14] * 2
     assert bench.arena.used_bytes == 0
-
-
-async def test_every_byte_may_come_alone(bench: Bench) -> None:
-    client = await bench.client()
-    for byte in request(b"abc") + request(b"defg"):
-        client.say(bytes([byte]))
-        await asyncio.sleep(0)
-    assert (await client.hear())[1] == b"abc"
-    assert (await client.hear())[1] == b"defg"
 
 
 async def test_requests_sent_ahead_are_answered_one_after_the_other(bench: Bench) -> None:
@@ -581,14 +573,20 @@ async def test_a_response_in_parts_leaves_part_by_part_and_in_turn(bench: Bench)
     assert (await client.hear())[1] == b"again"
 
 
-async def test_an_old_client_hears_parts_until_the_connection_closes(bench: Bench) -> None:
+async def begun(bench: Bench, said: bytes, part: bytes) -> tuple[Client, HttpExchange]:
+    """Return a client whose response has begun with a part."""
     bench.service.hold = True
     client = await bench.client()
-    client.say(b"POST /x HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+    client.say(said)
     await until(lambda: bool(bench.service.held))
     (exchange,) = bench.service.held
     exchange.begin(200, b"")
-    exchange.send(b"one,")
+    exchange.send(part)
+    return client, exchange
+
+
+async def test_an_old_client_hears_parts_until_the_connection_closes(bench: Bench) -> None:
+    client, exchange = await begun(bench, b"POST /x HTTP/1.0\r\nContent-Length: 0\r\n\r\n", b"one,")
     exchange.send(b"two")
     exchange.end()
     head, _, body = (await client.hear_end()).partition(b"\r\n\r\n")
@@ -598,13 +596,7 @@ async def test_an_old_client_hears_parts_until_the_connection_closes(bench: Benc
 
 
 async def test_a_client_that_leaves_amid_parts_is_noticed(bench: Bench) -> None:
-    bench.service.hold = True
-    client = await bench.client()
-    client.say(request())
-    await until(lambda: bool(bench.service.held))
-    (exchange,) = bench.service.held
-    exchange.begin(200, b"")
-    exchange.send(b"one")
+    client, exchange = await begun(bench, request(), b"one")
     await client.hear_until(b"one\r\n")
     client.leave()
     await asyncio.sleep(0.05)
@@ -615,13 +607,7 @@ async def test_a_client_that_leaves_amid_parts_is_noticed(bench: Bench) -> None:
 
 
 async def test_a_client_that_sends_no_more_hears_all_parts(bench: Bench) -> None:
-    bench.service.hold = True
-    client = await bench.client()
-    client.say(request())
-    await until(lambda: bool(bench.service.held))
-    (exchange,) = bench.service.held
-    exchange.begin(200, b"")
-    exchange.send(b"one")
+    client, exchange = await begun(bench, request(), b"one")
     await client.hear_until(b"one\r\n")
     client.writer.write_eof()
     await asyncio.sleep(0.05)

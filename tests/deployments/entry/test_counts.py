@@ -24,6 +24,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.placement import Plan
+from tests.instruments.asking import until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -60,9 +61,7 @@ class Counted:
         self.entry = Entry(finder({"a": self.gpulet}), lambda _name: find)
         listen = {"host": "127.0.0.1", "port": self.port}
         await self.entry.follow(read_gateway_config({"plan": PLAN.to_data(), "listen": listen, **more}))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.client.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0.005)
+        await until_ready(self.client)
 
     def _announce(self) -> None:
         if self.server is not None:

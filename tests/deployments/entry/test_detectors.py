@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import io
 
@@ -13,7 +12,6 @@ from tenuto.deployments.wire.tensors import Blocks
 from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, detector_signature
 from tests.deployments.entry.test_gateway import PLAN, Bench
 from tests.instruments.fake_gpulet import FakeGpulet
-from tests.instruments.live import PATIENCE_S
 
 
 class DetectorGpulet(FakeGpulet):
@@ -31,12 +29,7 @@ class DetectorGpulet(FakeGpulet):
 async def test_boxes_are_in_the_coordinates_of_the_clients_picture() -> None:
     bench = Bench()
     bench.gpulets["a"] = DetectorGpulet("a", ("m",))
-    for gpulet in bench.gpulets.values():
-        await gpulet.start()
-    await bench.follow(PLAN)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await bench.client.get("/v2/health/ready")).status_code != 200:
-            await asyncio.sleep(0.005)
+    await bench.start(PLAN)
     picture = io.BytesIO()
     Image.new("RGB", (600, 100)).save(picture, "PNG")
     expected = [{"label": "class 3", "index": 3, "score": 0.75, "box": [300.0, 50.0, 600.0, 100.0]}]

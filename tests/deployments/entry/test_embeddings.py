@@ -63,12 +63,7 @@ PLAN = make_plan(("a", ("m", "r")), ("b", ("n",)), slo_ms=60_000.0)
 async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     made = Bench()
     made.gpulets["a"] = TextGpulet(tmp_path, is_sized=request.param)
-    for gpulet in made.gpulets.values():
-        await gpulet.start()
-    await made.follow(PLAN)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await made.client.get("/v2/health/ready")).status_code != 200:
-            await asyncio.sleep(0.005)
+    await made.start(PLAN)
     yield made
     await made.close()
 

@@ -26,6 +26,7 @@ from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.status import Beside, ControllerStatus, Event
 from tenuto.placement import Plan
+from tests.instruments.asking import until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -76,9 +77,7 @@ async def gateways() -> AsyncIterator[list[tuple[Entry, httpx.AsyncClient]]]:
         client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=PATIENCE_S)
         client.operators = f"http://127.0.0.1:{ports[1]}"  # type: ignore[attr-defined]
         made.append((entry, client))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await client.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0.005)
+        await until_ready(client)
     yield made
     for entry, client in made:
         await client.aclose()

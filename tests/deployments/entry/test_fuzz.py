@@ -43,11 +43,7 @@ def bench() -> Iterator[Bench]:
 
     async def begin() -> Bench:
         made = Bench()
-        for gpulet in made.gpulets.values():
-            await gpulet.start()
-        await made.follow(PLAN)
-        while (await made.client.get("/v2/health/ready")).status_code != 200:
-            await asyncio.sleep(0.005)
+        await made.start(PLAN)
         return made
 
     made = asyncio.run_coroutine_threadsafe(begin(), loop).result(PATIENCE_S)

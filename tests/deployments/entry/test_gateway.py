@@ -17,7 +17,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.asking import until
+from tests.instruments.asking import until, until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -38,6 +38,13 @@ class Bench:
         listen = {"host": "127.0.0.1", "port": port or self.port}
         chosen = {"scheduler": {"name": scheduler}, "listen": listen, **options}
         await self.entry.follow(read_gateway_config({"plan": plan.to_data(), **chosen}))
+
+    async def start(self, plan: Plan, **options: Any) -> None:
+        """Start the gpu-lets, and return once a plan is served."""
+        for gpulet in self.gpulets.values():
+            await gpulet.start()
+        await self.follow(plan, **options)
+        await until_ready(self.client)
 
     async def infer(self, model: str = "m", document: Any = None, **headers: str) -> httpx.Response:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -63,12 +70,7 @@ PLAN = make_plan(("a", ("m",)), ("b", ("n",)), slo_ms=60_000.0)
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     made = Bench()
-    for gpulet in made.gpulets.values():
-        await gpulet.start()
-    await made.follow(PLAN)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await made.client.get("/v2/health/ready")).status_code != 200:
-            await asyncio.sleep(0.005)
+    await made.start(PLAN)
     yield made
     await made.close()
 
@@ -186,8 +188,7 @@ async def test_a_gpulet_that_dies_is_said_and_comes_back(bench: Bench) -> None:
     assert "no gpu-let of 'm' is ready" in answer.json()["error"]
     assert (await bench.infer("n")).status_code == 200
     await bench.gpulets["a"].start()
-    while (await bench.client.get("/v2/health/ready")).status_code != 200:
-        await asyncio.sleep(0.001)
+    await until_ready(bench.client)
     assert (await bench.infer()).status_code == 200
 
 

@@ -31,7 +31,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.generating import Generator
-from tests.instruments.asking import until
+from tests.instruments.asking import until, until_ready
 from tests.instruments.live import PATIENCE_S
 
 pytest.importorskip("transformers")
@@ -113,9 +113,7 @@ class Bench:
         if self.grpc_port:
             config["grpc"] = {"host": "127.0.0.1", "port": self.grpc_port}
         await self.entry.follow(read_gateway_config(config))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.client.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0.005)
+        await until_ready(self.client)
 
     async def close(self, *, is_client_open: bool = False) -> None:
         if not is_client_open:

@@ -19,7 +19,9 @@ from tenuto.deployments.serve.launcher import unused_port
 from tests.deployments.entry.test_access import certificate
 from tests.instruments.fake_gpulet import make_plan
 from tests.instruments.live import PATIENCE_S
-from tests.instruments.served_grpc import Served
+from tests.instruments.served_grpc import Served, served
+
+__all__ = ["served"]  # the fixture
 
 grpc = pytest.importorskip("grpc")
 pytest.importorskip("h2")
@@ -27,14 +29,6 @@ client = pytest.importorskip("tritonclient.grpc.aio")
 messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 VALUES = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
-
-
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    made = Served()
-    await made.start()
-    yield made
-    await made.close()
 
 
 def tensor(values: np.ndarray = VALUES, datatype: str = "FP32") -> Any:

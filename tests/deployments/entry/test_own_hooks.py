@@ -49,12 +49,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     made = Bench()
-    for gpulet in made.gpulets.values():
-        await gpulet.start()
-    await made.follow(plan())
-    async with asyncio.timeout(PATIENCE_S):
-        while (await made.client.get("/v2/health/ready")).status_code != 200:
-            await asyncio.sleep(0.005)
+    await made.start(plan())
     yield made
     await made.close()
 

@@ -15,21 +15,15 @@ import numpy as np
 import pytest
 
 from tests.instruments.live import PATIENCE_S
-from tests.instruments.served_grpc import Served
+from tests.instruments.served_grpc import Served, served
+
+__all__ = ["served"]  # the fixture
 
 grpc = pytest.importorskip("grpc")
 messages = pytest.importorskip("tenuto.deployments.entry.protocols.grpc_messages")
 
 BODY = b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[1,2]}]}'
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-
-
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    made = Served()
-    await made.start()
-    yield made
-    await made.close()
 
 
 @pytest.fixture

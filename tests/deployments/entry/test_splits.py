@@ -21,7 +21,7 @@ from tenuto.placement.versions import versioned
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tests.deployments.entry.test_dispatcher_client import Start, start
 from tests.deployments.entry.test_gateway import TENSOR, Bench
-from tests.instruments.asking import until
+from tests.instruments.asking import until, until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -46,9 +46,7 @@ class Versions(Bench):
                 self.gpulets[name] = FakeGpulet(name, (name,))
                 await self.gpulets[name].start()
         await self.follow(plan_of(*terms))
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.client.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0.005)
+        await until_ready(self.client)
 
     async def chosen(self, count: int, path: str = "/v2/models/m/infer") -> Counter[str]:
         """Ask so many times, and return which versions answered."""

@@ -13,11 +13,10 @@ from tenuto.deployments.dispatch import sent_batches
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Answer
 from tenuto.outcome import Outcome
-from tests.deployments.gpulet.test_lost_device import PLAN
+from tests.deployments.gpulet.test_lost_device import PLAN, Served
 from tests.instruments.asking import X, answer, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
@@ -30,14 +29,11 @@ def _eager(plan: Any, network: Any) -> Any:
 class Hanging(TorchExecutor):
     """Computes on the CPU until it is told to hang."""
 
-    made: list["Hanging"]
-
     def __init__(self) -> None:
         super().__init__("cpu", cores=1)
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.ran = 0
-        self.made.append(self)
 
     def run(self, *arguments: Any) -> Any:
         self.ran += 1
@@ -46,24 +42,16 @@ class Hanging(TorchExecutor):
 
 
 async def test_a_process_whose_batch_never_comes_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    exits: list[int] = []
-    monkeypatch.setattr(Hanging, "made", [], raising=False)
-    monkeypatch.setattr(replica_module, "make_executor", lambda spec: Hanging())
     monkeypatch.setattr(replica_module, "HANGS_TIMES", 1.0)
-    monkeypatch.setattr(LocalReplica, "end_process", staticmethod(exits.append))
-    gpulets = {}
-    for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
-        gpulets[application.spec.gpulet] = await LocalReplica.start(application.spec, application.user_config)
-    hanging, sound = Hanging.made
-    dispatcher = Dispatcher(_eager, lambda gpulet_id: gpulets[gpulet_id].endpoint)
-    dispatcher.apply(PLAN)
-    await until(dispatcher.is_ready)
+    served = Served(monkeypatch, Hanging)
+    exits, dispatcher = served.exits, served.dispatcher
+    hanging, sound = await served.start()
     x = [np.ones(4, np.float32).tobytes()]
     assert [(await answer(submit(dispatcher, "m", x))).outcome for _ in range(4)] == [Outcome.OK] * 4
     assert not exits  # nothing hung, though the worker has been idle for longer than that
     hanging.goes_on.clear()
     impatient = Deployment(plan=PLAN, executor="torch", hangs_s=0.01).config().gpulets[0]
-    await gpulets["n0/0/a"].reconfigure(impatient.user_config.to_data())
+    await served.gpulets["n0/0/a"].reconfigure(impatient.user_config.to_data())
     held: list[Answer] = []
     while not held:  # a machine that stands still lets some expire before they are executed
         asked = [submit(dispatcher, "m", x, 300.0) for _ in range(8)]
@@ -77,9 +65,7 @@ async def test_a_process_whose_batch_never_comes_back_ends(monkeypatch: pytest.M
     assert hanging.ran == ran
     assert sound.ran > 0
     hanging.goes_on.set()
-    await dispatcher.close()
-    for gpulet in gpulets.values():
-        await gpulet.close()
+    await served.close()
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -1,5 +1,6 @@
 """A sticky error of the device in one of two gpu-lets: nobody's request is lost, and the process goes at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,11 @@ STICKY = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
 class Device(TorchExecutor):
     """Computes on the CPU, says that it is CUDA, and can be lost."""
 
-    made: list["Device"]
-
     def __init__(self) -> None:
         super().__init__("cpu", cores=1)
         self.device = "cuda:0 NVIDIA H200"
         self.is_lost = False
         self.ran = 0
-        self.made.append(self)
 
     def run(self, *arguments: Any) -> Any:
         self.ran += 1
@@ -60,25 +58,50 @@ class Device(TorchExecutor):
         return super().run(*arguments)
 
 
+class Served:
+    """The gpu-lets of `PLAN` in this process, each with an executor that `make` makes, and their dispatcher. `exits`:
+    the codes with which they would have ended the process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, make: Callable[[], TorchExecutor]) -> None:
+        self.exits: list[int] = []
+        self.executors: list[Any] = []
+        self.gpulets: dict[str, LocalReplica] = {}
+        self.dispatcher = Dispatcher(
+            lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
+            lambda gpulet_id: self.gpulets[gpulet_id].endpoint,
+        )
+        monkeypatch.setattr(LocalReplica, "end_process", staticmethod(self.exits.append))
+
+        def made(_: Any) -> TorchExecutor:
+            self.executors.append(make())
+            return self.executors[-1]
+
+        monkeypatch.setattr(replica_module, "make_executor", made)
+
+    async def start(self) -> list[Any]:
+        """Return the executors once all gpu-lets are ready."""
+        for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
+            assert application.spec is not None
+            replica = await LocalReplica.start(application.spec, application.user_config)
+            self.gpulets[application.spec.gpulet] = replica
+        self.dispatcher.apply(PLAN)
+        await until(self.dispatcher.is_ready)
+        return self.executors
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+        for gpulet in self.gpulets.values():
+            await gpulet.close()
+
+
 @pytest.mark.parametrize("is_sticky", [True, False])
 async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_sticky: bool
 ) -> None:
-    exits: list[int] = []
-    monkeypatch.setattr(Device, "made", [], raising=False)
-    monkeypatch.setattr(replica_module, "make_executor", lambda spec: Device())
     monkeypatch.setattr(worker_module, "loses_device", lambda error: is_sticky and STICKY in str(error))
-    monkeypatch.setattr(LocalReplica, "end_process", staticmethod(exits.append))
-    gpulets = {}
-    for application in Deployment(plan=PLAN, executor="torch").config().gpulets:
-        gpulets[application.spec.gpulet] = await LocalReplica.start(application.spec, application.user_config)
-    broken, sound = Device.made
-    dispatcher = Dispatcher(
-        lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
-        lambda gpulet_id: gpulets[gpulet_id].endpoint,
-    )
-    dispatcher.apply(PLAN)
-    await until(dispatcher.is_ready)
+    served = Served(monkeypatch, Device)
+    exits, dispatcher = served.exits, served.dispatcher
+    broken, sound = await served.start()
     broken.is_lost = True
     x = np.ones(4, np.float32)
     answers = [await answer(f) for f in [submit(dispatcher, "m", [x.tobytes()]) for _ in range(8)]]
@@ -103,6 +126,4 @@ async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
         broken.is_lost = False
         assert (await answer(submit(dispatcher, "m", [x.tobytes()]))).outcome is Outcome.OK
         assert not exits
-    await dispatcher.close()
-    for gpulet in gpulets.values():
-        await gpulet.close()
+    await served.close()

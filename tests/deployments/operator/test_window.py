@@ -10,10 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
-from tenuto.deployments.operator.live_view import LiveView
 from tenuto.deployments.operator.window import between, quantile_s
 from tenuto.deployments.wire.status import ModelStatus, SystemStatus
-from tests.instruments.shown_status import ShownServer
+from tests.instruments.shown_status import ShownServer, WatchedServer
 
 
 @example([0.25, 0.03125], 0.5, 229.0)
@@ -87,28 +86,15 @@ def test_a_server_started_anew_counts_from_zero() -> None:
 
 
 async def test_nothing_is_sampled_while_nobody_looks() -> None:
-    server, now_s, asked = ShownServer(models=2, gpulets=2), 0.0, 0
-
-    async def status() -> SystemStatus:
-        nonlocal asked
-        asked += 1
-        server.second()
-        return server.status()
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    view = LiveView(status, clock=lambda: now_s, sleep=sleep)
+    watched = WatchedServer(ShownServer(models=2, gpulets=2))
+    view = watched.view
     await asyncio.sleep(0)
-    assert asked == 0
+    assert watched.asked == 0
     first, other = await asyncio.gather(view.look(), view.look())
-    assert asked == 2
+    assert watched.asked == 2
     assert first == other
     assert (first.window.seconds, first.history.at_s) == (1.0, [0.0])
-    for _ in range(14):
-        now_s += 1.0
-        await view.sample()
+    await watched.sample(14)
     shown = await view.look()
     view.close()
     assert shown.window.seconds == 10.0
@@ -122,18 +108,10 @@ async def test_nothing_is_sampled_while_nobody_looks() -> None:
 
 async def test_the_first_look_shows_what_happens_then_and_not_since_the_start() -> None:
     """Whatever the server did before: its figures are of the seconds that they are said to be of."""
-    server, now_s = ShownServer(models=2, gpulets=2), 0.0
+    server = ShownServer(models=2, gpulets=2)
     for _ in range(500):
         server.second()
-
-    async def status() -> SystemStatus:
-        return server.status()
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    view = LiveView(status, clock=lambda: now_s, sleep=sleep)
+    view = WatchedServer(server, moves=False).view
     first = await view.look()
     view.close()
     assert first.window.attainment is None

@@ -8,12 +8,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.instruments.forking import ROOT
-from tests.instruments.live import PATIENCE_S, until
+from tests.instruments.live import PATIENCE_S, until, with_mark
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
@@ -172,14 +171,7 @@ class Front:
 
     def running(self) -> list[int]:
         """Return all processes of it."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"TENUTO_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        return with_mark(self.mark)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,21 +91,18 @@ def test_nvml_faults_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         NvmlTelemetry("1234")
 
 
-def test_a_point_carries_power_clocks_and_kernel_metrics() -> None:
+def measured(telemetry: FakeGpu, record: Callable[[Callable[[], object]], Any]) -> list[Event]:
+    """Return what is reported of one batch size."""
     events: list[Event] = []
     request = MeasureRequest(OWN, batch_sizes=(2,), budget_s=0.02)
+    how: dict[str, Any] = {"device": "cpu", "options": RunOptions(), "memory": FixedMemory(), "record": record}
+    measure_points(build(OWN), request, report=events.append, telemetry=telemetry, **how)
+    return events
+
+
+def test_a_point_carries_power_clocks_and_kernel_metrics() -> None:
     trace = load_chrome_trace(DATA / "kineto_trace.json")
-    measure_points(
-        build(OWN),
-        request,
-        device="cpu",
-        options=RunOptions(),
-        memory=FixedMemory(),
-        report=events.append,
-        telemetry=FakeGpu(),
-        record=lambda run: trace,
-    )
-    (point,) = points_of(events)
+    (point,) = points_of(measured(FakeGpu(), lambda run: trace))
     assert point.metrics["power_w"] >= 101
     assert point.metrics["kernels"] == 4
     assert point.metrics["h2d_bytes"] == 602112
@@ -112,18 +110,7 @@ def test_a_point_carries_power_clocks_and_kernel_metrics() -> None:
 
 
 def test_what_cannot_be_read_is_left_out_with_a_doubt() -> None:
-    events: list[Event] = []
-    request = MeasureRequest(OWN, batch_sizes=(2,), budget_s=0.02)
-    measure_points(
-        build(OWN),
-        request,
-        device="cpu",
-        options=RunOptions(),
-        memory=FixedMemory(),
-        report=events.append,
-        telemetry=FakeGpu(broken=True),
-        record=record_kernels,
-    )
+    events = measured(FakeGpu(broken=True), record_kernels)
     doubts = " ".join(event.text for event in events if isinstance(event, Doubt))
     assert "no power and clocks" in doubts
     assert "no kernel metrics" in doubts  # a CPU trace describes no GPU
