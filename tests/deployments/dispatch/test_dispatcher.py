@@ -23,6 +23,7 @@ from tenuto.placement import Plan
 from tests.instruments.asking import X, answer, outputs, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
+from tests.instruments.seeds import seeds
 
 Start = Callable[..., Awaitable[Dispatcher]]
 
@@ -349,7 +350,7 @@ async def test_a_request_that_is_turned_away_needs_no_tensors(start: Start) -> N
     assert gpulet.sizes == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(3, 5))
 async def test_a_lower_priority_only_fills_batches_up_and_none_takes_anothers_place(start: Start, seed: int) -> None:
     gpulet = FakeGpulet("a", ("m",), hold=True)
     dispatcher = await start(make_plan(("a", ("m",)), batch_size=3, slo_ms=60_000.0), gpulet)

@@ -14,6 +14,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.replay import run_scenario, run_virtual_clock
 from tests.instruments.scenario import RanBatch, Scenario, run_virtual
+from tests.instruments.seeds import seeds
 
 FILE = Path(__file__).parents[2] / "data" / "scenarios" / "two_gpulets.yaml"
 # A jumping clock is exact but for rounding: one nanosecond.
@@ -81,7 +82,7 @@ def test_drawn_scenarios_run_the_same_batches_on_both_drivers(seed: int, schedul
 
 
 @pytest.mark.parametrize("scheduler", ["deferred", "symphony", "eager"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(3, 4))
 def test_merged_models_run_the_same_joint_batches_on_both_drivers(seed: int, scheduler: str) -> None:
     plain = drawn(seed, scheduler)
     names = [model.name for model in plain.models][:2]

@@ -23,6 +23,7 @@ from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletState,
 from tenuto.deployments.wire.peer import ConnectionEvents
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tests.instruments.fake_gpulet import make_plan, state
+from tests.instruments.seeds import seeds
 from tests.instruments.virtual_loop import VirtualLoop
 
 GPULETS, DISPATCHERS = "ab", "xy"
@@ -231,7 +232,7 @@ def begun(seed: int, broken: str = "") -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(24, 60))
 def test_nobody_begins_what_another_gpulet_was_given_since(seed: int) -> None:
     """A request that had begun when its dispatcher was given up may run a second time, and only in that order."""
     for request, runs in begun(seed).items():

@@ -17,6 +17,7 @@ from tenuto.placement.policies.symphony.partition import (
     gpus_by_need,
     partition,
 )
+from tests.instruments.seeds import seeds
 
 
 def model(
@@ -96,7 +97,7 @@ def test_limits_hold() -> None:
         assert len(members(found, k)) <= 2
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, 20))
 def test_fractions_of_a_mib_count(seed: int) -> None:
     """Nothing lies above the limit, and what fits nowhere is what the sums of the others leave no room for."""
     rng = random.Random(seed)
