@@ -262,13 +262,14 @@ def _stage_requests(
 ) -> Iterator[_Requests]:
     """Yield the requests of every stage for the arrivals at these places of the schedule.
 
-    Functions make Poisson numbers of requests. Those of a stage behind stages without requests do not wait.
+    Functions make Poisson numbers of requests, unless they make `count` at most. Those of a stage behind stages without
+    requests do not wait.
     """
     is_open: dict[str, NDArray[np.bool_]] = {}  # by stage and arrival: whether stages that wait for it have to wait
     places = {stage.label: place for place, stage in enumerate(application.stages)}
     for stage in in_order(application.stages):
         counts = np.full(len(entries), int(stage.count), dtype=np.int64)
-        if stage.map is not None:
+        if stage.most_requests > stage.count:
             drawn = seed_for(seed, "counts", application.name, stage.label).poisson(stage.count, len(entries))
             counts = np.minimum(drawn, stage.most_requests)
         waits = (

@@ -26,7 +26,6 @@ from tenuto.loadgen.clients.group import ClientGroup, LocalClient
 from tenuto.loadgen.clients.priority import preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, seed_for
-from tenuto.loadgen.sender import Body
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts, SizedBodies, make_bodies, read_bodies, unbounded_inputs
 from tenuto.loadgen.verdict import Verdict, judge, summarise
@@ -35,6 +34,7 @@ from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
 from tenuto.placement.generates import Lengths
 from tenuto.placement.versions import by_model
+from tenuto.placement.workload import own_demands
 from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
@@ -131,13 +131,8 @@ def run_bench(
     arrivals = (options.duration_s, options.seed, options.rate_scale)
     schedule = make_client_schedule(specs, applications, *arrivals)
     groups = by_model(models)
-    staged = {app.model_name(stage) for app in applications for stage in app.stages}
     stages = {app.name: tuple(stage.label for stage in app.stages) for app in applications}
-    shown = {
-        spec.name: {"name": spec.name, "inputs": []} if spec.name in stages else _metadata(options, spec, groups)
-        for spec in specs
-        if spec.slo is None
-    }
+    shown = {spec.name: _metadata(options, spec, groups) for spec in specs if spec.slo is None}
     sized = [_with_sizes(spec, shown.get(spec.name, {}), options.bodies) for spec in specs]
     if sized != [*specs]:
         schedule = make_client_schedule(sized, applications, *arrivals)
@@ -153,11 +148,6 @@ def run_bench(
         )
         for index, spec in enumerate(sized)
     )
-    stage_bodies = {
-        spec.name: _target(options, spec, _metadata(options, spec, groups), {}).bodies
-        for spec in models
-        if spec.name in staged
-    }
     most_tokens = 0.0 if tokens is None else float(tokens.output.max(initial=1))
     answers_s = max((target.slo.answer_ms(most_tokens) / 1000.0 for target in targets if target.slo), default=0.0)
     group = clients if clients is not None else _make_clients(options, cluster)
@@ -165,8 +155,8 @@ def run_bench(
     queued: dict[int, int] = {}
     began_at = time.monotonic()
     try:
-        group.prepare(_jobs(sent, targets, options, schedule.hash[:8], stage_bodies))
-        worked = _worked(options.url) if tokens is not None else {}
+        group.prepare(_jobs(sent, targets, options, schedule.hash[:8]))
+        worked = _worked(options.url) if tokens is not None or applications else {}
         worked_at = time.monotonic()
         # The start is late enough for every client to have received the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)  # derived: a message to an actor, and to a thread
@@ -192,7 +182,9 @@ def run_bench(
     result = _result(records, sent, options, targets, errors, lost, interrupted=interrupted)
     result.schedule = schedule
     if worked:
-        result.summary["gpulets"] |= _stepped(records, worked, _worked(options.url), passed_s)
+        generating = {str(name) for name in records.gpulet[records.output_tokens > 0]}
+        untold = worked.keys() if applications else generating  # gpu-lets of whose work not every answer tells
+        result.summary["gpulets"] |= _stepped(records, untold, worked, _worked(options.url), passed_s)
     result.wall_s = time.monotonic() - began_at
     result.queued, result.is_interrupted = queued, interrupted
     result.verdict.conditions["client_priority"] = " and ".join(sorted({report.priority for report in reports}))
@@ -215,19 +207,22 @@ def _worked(url: str) -> dict[str, tuple[float, int]]:
 
 
 def _stepped(
-    records: Records, before: Mapping[str, tuple[float, int]], after: Mapping[str, tuple[float, int]], passed_s: float
+    records: Records,
+    gpulets: Collection[str],
+    before: Mapping[str, tuple[float, int]],
+    after: Mapping[str, tuple[float, int]],
+    passed_s: float,
 ) -> dict[str, Any]:
-    """Return the figures of gpu-lets that generate, over the whole run: streams do not say how long a step took."""
+    """Return the figures of gpu-lets over the whole run: streams do not say how long a step took, and applications not
+    how large batches were."""
     stepped = {}
-    for gpulet in sorted(
-        {str(name) for name in records.gpulet[records.output_tokens > 0]} & before.keys() & after.keys()
-    ):
+    for gpulet in sorted({*gpulets} & before.keys() & after.keys()):
         (busy_s, steps), (busy_then_s, steps_then) = after[gpulet], before[gpulet]
         tokens = int(records.output_tokens[records.gpulet == gpulet].sum())
         stepped[gpulet] = {
             "utilisation": min(1.0, max(0.0, busy_s - busy_then_s) / passed_s),
             "batches": steps - steps_then,
-            "mean_batch": tokens / (steps - steps_then) if steps > steps_then else None,
+            "mean_batch": tokens / (steps - steps_then) if tokens and steps > steps_then else None,
         }
     return stepped
 
@@ -241,22 +236,22 @@ def _end_as_by_ctrl_c() -> None:
 def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...], tuple[str, ...]]:
     """Return the models and applications of a plan that a bench can use, and one line per application left out.
 
-    Models that the plan does not serve are not asked, nor applications with such a stage, nor their other stages, nor
-    shadows, which get copies.
+    Models that the plan does not serve are not asked, nor applications with such a stage, nor shadows, which get
+    copies. The models of the stages of the others are returned, too.
     """
     notes = []
     sent = []
-    unserved = set(plan.unserved)
+    names = {spec.name for spec in own_demands(plan.models, plan.applications)}
     for application in plan.applications:
         stages = [application.model_name(stage) for stage in application.stages]
-        missing = [name for name in stages if name in unserved]
+        missing = [name for name in stages if name in plan.unserved]
         if missing:
             notes.append(f"application {application.name} is not asked: the plan does not serve {', '.join(missing)}")
-            unserved.update(stages)
         else:
             sent.append(application)
-    served = tuple(spec for spec in plan.models if spec.name not in unserved and not spec.shadow)
-    return served, tuple(sent), tuple(notes)
+            names.update(stages)
+    served = (spec for spec in plan.models if spec.name in names and spec.name not in plan.unserved)
+    return tuple(spec for spec in served if not spec.shadow), tuple(sent), tuple(notes)
 
 
 def _result(
@@ -313,13 +308,7 @@ def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:
     return RayClients(options.clients) if options.clients else LocalClient()
 
 
-def _jobs(
-    schedule: Schedule,
-    targets: tuple[ModelTarget, ...],
-    options: BenchOptions,
-    run: str,
-    stage_bodies: Mapping[str, tuple[Body, ...]],
-) -> list[ClientJob]:
+def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOptions, run: str) -> list[ClientJob]:
     """Deal the requests to the clients in turn."""
     count = max(1, options.clients)
     in_flight = len(schedule) / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
@@ -338,7 +327,6 @@ def _jobs(
             run=run,
             key=client_key(),
             measured_from_ms=options.measured_from_ms,
-            stage_bodies=stage_bodies,
         )
         for rows in parts
     ]

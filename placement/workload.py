@@ -21,6 +21,7 @@ from tenuto.placement.generates import Generates, Lengths, TokenSlo
 from tenuto.placement.versions import FIRST, completed, split_name, split_problems
 from tenuto.profiles import Generation, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
+from tenuto.profiles.networks.catalogue import CATALOGUE
 from tenuto.profiles.size_classes import Sizes, class_of, find_classes
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
@@ -419,7 +420,7 @@ def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict
                 added.append(
                     {
                         "name": name,
-                        "source": stage.source or (None if is_inline else stage.model),
+                        "source": stage.source or (None if is_inline and stage.model not in CATALOGUE else stage.model),
                         "rate_rps": rate_rps,
                         "slo_ms": budget_ms,
                         "arrival": application.arrival,

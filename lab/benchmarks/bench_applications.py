@@ -1,57 +1,124 @@
-"""Applications live against virtual time: the same arrivals on a local Ray with emulated GPUs, over HTTP and the Python
-handle, and in the simulator. All times are stretched, so that few cores can serve them.
+"""Applications served against virtual time, and what the gateway itself takes of each stage.
 
-    python lab/benchmarks/bench_applications.py [--seconds 10] [--stretch 4]
+gpulet's *game* and *traffic* (`examples/applications`) run on a local Ray with emulated GPUs, by the schedule that
+virtual time runs: asked as one request, and walked stage by stage by the client, as was the only way before gateways
+ran graphs. A chain of three stages with one number in and out follows; of each stage's time, what is not execution is
+the gateway's, the dispatcher's and the gpu-let's own.
+
+    python lab/benchmarks/bench_applications.py [--seconds 30] [--rate-scale 1] [--chain-rps 200]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for `tests`, where this is not the folder it is started in
+from typing import Any
 
 from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.endpoint import model_metadata
 from tenuto.deployments.serve.launcher import Launcher
-from tenuto.loadgen.bench import BenchOptions, run_bench
+from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
+from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.result_folder import hardware, versions
+from tenuto.loadgen.schedule import seed_for
+from tenuto.loadgen.senders.make_sender import make_sender
+from tenuto.loadgen.senders.payloads import make_bodies
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, solve
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profiles
-from tenuto_lab.baselines.ffd import FirstFitDecreasing
-from tests.instruments.fan_out import published
+from tenuto_lab.stage_sender import StageSender
 
-WAYS: tuple[Literal["http", "handle"], ...] = ("http", "handle")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "applications"
+EXECUTION_MS = 2.0  # of each stage of the chain
+Rows = dict[str, dict[str, Any]]  # figures of applications by name
 
 
 def main() -> int:
-    """Print attainment and median latency of every application, simulated and live."""
+    """Print attainment and median of every application, simulated and served, and the times of the chain's stages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each run")
-    parser.add_argument("--stretch", type=float, default=4.0, help="factor on all times")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of each run")
+    parser.add_argument("--rate-scale", type=float, default=1.0, help="factor on the rates of the examples")
+    parser.add_argument("--chain-rps", type=float, default=200.0, help="applications per second of the chain")
     parser.add_argument("--seed", type=int, default=5, help="of the arrivals")
-    asked = parser.parse_args()
-    plan = solve(FirstFitDecreasing(), published(asked.stretch), Cluster.parse("v100:2"), Profiles(()))
-    simulation = Simulation.of_plan(plan, duration_s=asked.seconds, seed=asked.seed)
-    rows: dict[str, dict[str, Any]] = {"virtual time": simulation.run().summary()["applications"]}
-    with Launcher() as launcher:
-        launcher.connect(num_gpus=2, address="local")
-        end_all()
-        begin(launcher, Deployment(plan=plan, executor="emulated"), "a run", "the laboratory")
-        for via in WAYS:
-            options = BenchOptions(launcher.base_url, asked.seconds, asked.seed, clients=1, grace_s=2.0, via=via)
-            result = run_bench(plan.models, options, applications=plan.applications)
-            rows[via] = result.summary["applications"]
+    arguments = parser.parse_args()
+    chain = _chain(arguments.chain_rps)
     print(f"{hardware()}\n{versions()}")
+    with Launcher() as launcher:
+        launcher.connect(num_gpus=1, address="local")
+        for name in ("game", "traffic"):
+            plan = _planned(Workload.load(EXAMPLES / f"{name}.yaml").scaled(arguments.rate_scale))
+            options = BenchOptions("", arguments.seconds, arguments.seed, clients=0, grace_s=2.0)
+            expected = Simulation.of_plan(plan, duration_s=arguments.seconds, seed=arguments.seed).run().summary()
+            rows = {"virtual time": expected["applications"], **_served(launcher, plan, options)}
+            _print_beside(rows)
+        options = BenchOptions("", arguments.seconds, arguments.seed, clients=0, grace_s=2.0)
+        _print_stages(_served(launcher, _planned(chain), options))
+    return 0
+
+
+def _planned(work: Workload) -> Plan:
+    return solve(load_policy("symphony"), work, Cluster.parse("v100:1"), Profiles(()))
+
+
+def _chain(rate_rps: float) -> Workload:
+    names = ("first", "second", "third")
+    stages = [
+        {
+            "model": name,
+            "after": [names[place - 1]] if place else [],
+            "latency": {"alpha_ms": 0.0, "beta_ms": EXECUTION_MS},
+        }
+        for place, name in enumerate(names)
+    ]
+    application = {"name": "chain", "rate_rps": rate_rps, "slo_ms": 100.0, "stages": stages}
+    return Workload.model_validate({"applications": [application]})
+
+
+def _served(launcher: Launcher, plan: Plan, options: BenchOptions) -> dict[str, Rows]:
+    """Return the figures of a plan that is served: asked as applications, and walked by the client."""
+    end_all()
+    begin(launcher, Deployment(plan=plan, executor="emulated", scheduler="deferred"), "a run", "the laboratory")
+    options = BenchOptions(**{**vars(options), "url": launcher.base_url})
+    models, applications, _ = asked_of(plan)
+    rows = {}
+    for way, group in (("served", None), ("walked", LocalClient(partial(_walking, plan)))):
+        load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+        result = run_bench(models, options, clients=group, applications=applications)
+        print(
+            f"{way}: {result.verdict.result} {result.verdict.reasons}, load of the machine before: {load}",
+            file=sys.stderr,
+        )
+        rows[way] = result.summary["applications"]
+    return rows
+
+
+def _walking(plan: Plan, via: str, url: str, key: str) -> StageSender:
+    names = {app.model_name(stage) for app in plan.applications for stage in app.stages}
+    bodies = {name: make_bodies(model_metadata(url, name), seed_for(0, "payloads", name)) for name in names}
+    return StageSender(make_sender(via, url, key), plan.applications, bodies)
+
+
+def _print_beside(rows: dict[str, Rows]) -> None:
     print("| application | offered | " + " | ".join(f"{way}: in time, median ms" for way in rows) + " |")
     print("|---|---|" + "---|" * len(rows))
     for name, expected in rows["virtual time"].items():
-        cells = [f"{100 * way[name]['attainment']:.1f} %, {way[name]['p50_ms']:.0f}" for way in rows.values()]
+        cells = [f"{100 * way[name]['attainment']:.2f} %, {way[name]['p50_ms']:.1f}" for way in rows.values()]
         print(f"| {name} (SLO {expected['slo_ms']:g}) | {expected['offered']} | {' | '.join(cells)} |")
-    return 0
+
+
+def _print_stages(rows: dict[str, Rows]) -> None:
+    print(f"| stage | median ms | beyond its execution of {EXECUTION_MS:g} ms |")
+    print("|---|---|---|")
+    for way, figures in rows.items():
+        row = figures["chain"]
+        for label, stage in row["stages"].items():
+            print(f"| {way}: {label} | {stage['p50_ms']:.2f} | {stage['p50_ms'] - EXECUTION_MS:.2f} |")
+        whole = row["p50_ms"]
+        print(f"| {way}: all of it | {whole:.2f} | {whole - len(row['stages']) * EXECUTION_MS:.2f} |")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.clients.group import PREPARE_TIMEOUT_S, RESULT_TIMEOUT_S
 from tenuto.loadgen.senders.make_sender import make_sender
-from tenuto.loadgen.senders.stage_sender import StageSender
 
 
 class ClientActor:
@@ -28,10 +27,7 @@ class ClientActor:
 
     async def prepare(self, job: ClientJob) -> None:
         """Take a job and open its connections."""
-        sender = make_sender(job.via, job.url, job.key)
-        if job.schedule.applications:
-            sender = StageSender(sender, job.schedule.applications, job.stage_bodies)
-        self._client = Client(job, sender)
+        self._client = Client(job, make_sender(job.via, job.url, job.key))
         await self._client.prepare()
         gc.freeze()  # so that garbage collections during the run do not look through schedule and bodies
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,6 @@ class ClientJob:
     run: str = ""  # the beginning of the requests' ids; see `request_id`
     key: str = field(default="", repr=False)  # the API key for the server
     measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted
-    stage_bodies: Mapping[str, tuple[Body, ...]] = field(default_factory=dict)  # by model that is a stage
 
     def answer_s(self, row: int) -> float:
         """Return how long a stream may take by its SLO; 0 for other requests."""

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.sender import Sender
 from tenuto.loadgen.senders.make_sender import make_sender
-from tenuto.loadgen.senders.stage_sender import StageSender
 
 PREPARE_TIMEOUT_S = 120.0  # limit: time for the clients to start
 RESULT_TIMEOUT_S = 120.0  # limit: time for the clients to hand over their results after the last answer
@@ -62,10 +61,7 @@ class LocalClient:
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Start the thread with the only job; return when its connections are open."""
-        sender = self._make_sender(jobs[0].via, jobs[0].url, jobs[0].key)
-        if applications := jobs[0].schedule.applications:
-            sender = StageSender(sender, applications, jobs[0].stage_bodies)
-        self._client = Client(jobs[0], sender)
+        self._client = Client(jobs[0], self._make_sender(jobs[0].via, jobs[0].url, jobs[0].key))
         self._thread = threading.Thread(target=self._work, args=(self._client,), name="load client", daemon=True)
         self._thread.start()
         self._prepared.wait(PREPARE_TIMEOUT_S)

@@ -76,8 +76,7 @@ def command(
 ) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
-    Applications fan out and join as with real users: first stages are sent at the scheduled time, later stages when all
-    answers before them have come. Applications are judged end to end, and not by their stages.
+    Applications are asked as models are, and judged end to end.
 
     Ctrl-C and SIGTERM end the run early and keep the figures so far. The exit code is 0 only when the verdict is PASS.
 
@@ -98,7 +97,7 @@ def command(
     out = prepare_report(Path(folder), force=force) if folder is not None else None
     served, applications, notes = asked_of(plan)
     bodies = named_values("--body", given, "digits=pictures/")
-    names = [spec.name for spec in served]
+    names = [*(spec.name for spec in served), *(application.name for application in applications)]
     unknown = (name for name in bodies if name not in names)
     raise_if_any(Problem("--body", name, "is no model that is asked", one_of(name, names)) for name in unknown)
     options = BenchOptions(url, bodies=bodies, **settings)  # the other options have the names of its fields

@@ -61,18 +61,19 @@ TOKEN_FIGURES = {
 def print_run(summary: Mapping[str, Any]) -> None:
     """Print the tables of models, of those that generate and of applications if there are any, and of gpu-lets."""
     latencies = ("p50_ms", "p90_ms", "p99_ms")
-    print_table(
-        ("model", "offered", *OUTCOMES, "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch"),
-        (
+    if summary["models"]:
+        print_table(
+            ("model", "offered", *OUTCOMES, "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch"),
             (
-                name,
-                *(str(row[key]) for key in ("offered", *OUTCOMES)),
-                percent(row["attainment"]),
-                *(number(row[key]) for key in (*latencies, "mean_batch")),
-            )
-            for name, row in summary["models"].items()
-        ),
-    )
+                (
+                    name,
+                    *(str(row[key]) for key in ("offered", *OUTCOMES)),
+                    percent(row["attainment"]),
+                    *(number(row[key]) for key in (*latencies, "mean_batch")),
+                )
+                for name, row in summary["models"].items()
+            ),
+        )
     writing = {name: row for name, row in summary["models"].items() if "mean_ttft_ms" in row}
     if writing:
         print_table(

@@ -30,7 +30,7 @@ def test_each_is_in_time_on_one_gpu(name: str) -> None:
     document, _ = run.describe(plan, options={}, command=())
     assert document["verdict"]["result"] == "PASS"
     for row in document["applications"].values():
-        assert all(stage["p50_ms"] > 0.0 for stage in row["stages"].values())
+        assert all(stage["p90_ms"] > 0.0 for stage in row["stages"].values())
 
 
 @pytest.fixture

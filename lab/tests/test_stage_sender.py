@@ -9,9 +9,9 @@ import pytest
 
 from tenuto.loadgen.clients.client import ClientReport
 from tenuto.loadgen.sender import Body
-from tenuto.loadgen.senders.stage_sender import StageSender
 from tenuto.outcome import OUTCOMES
 from tenuto.placement import Workload
+from tenuto_lab.stage_sender import StageSender
 from tests.instruments.fan_out import FakeSender, Told, game, send, traffic, workload
 
 
