@@ -6,9 +6,11 @@ Two ways: from a plan, gpu-let by gpu-let; or Symphony's plain setting, in which
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
 from tenuto.batching.core.system import (
     INF,
@@ -22,6 +24,8 @@ from tenuto.batching.core.system import (
 )
 from tenuto.errors import MissingProfileError, Problem, raise_if_any, refused
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
+from tenuto.placement.application import Application
+from tenuto.placement.application import in_order as stages_in_order
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.expectation.outlook import provided_rps
 from tenuto.placement.generates import Generates
@@ -96,7 +100,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
     system = System(models, tuple(gpulets), network, programs, plan.objective, tuple(generating))
     raise_if_any(system.unserveable() if check_slos else ())
-    return system
+    return with_stage_weights(system, plan.applications)
 
 
 def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, longest_context: int | None) -> StepLimits:
@@ -246,7 +250,44 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     system = System(models, gpulets, network, objective=workload.objective)
     raise_if_any(system.unserveable())
-    return system
+    return with_stage_weights(system, workload.applications)
+
+
+def with_stage_weights(system: System, applications: Sequence[Application]) -> System:
+    """Return the system with weights of models by what their requests are worth to the applications that ask them.
+
+    A request of an application is worth 1 when it is answered. When one of its stages is complete, it is worth the part
+    of its GPU time that it has had by then: so much is lost with it. The requests of the stage share that. The worth of
+    a shared model's request is the mean over all that ask it; what clients ask by themselves is worth 1.
+    """
+    cost_ms: dict[str, float] = {}  # GPU time of a request in a batch that takes half of the SLO
+    for hosts in system.distinct_hosts():
+        for program, host in hosts.items():
+            for model in [system.models[member] for member in system.programs[program].members]:
+                size = max(1, longest_within(host.planned_ms(), model.slo_ms / 2.0))
+                cost_ms[model.name] = min(host.planned_batch_ms(size) / size, cost_ms.get(model.name, INF))
+    rates: dict[str, float] = {}
+    worth_rps: dict[str, float] = {}
+    for app in applications:
+        spent_ms = {s.label: s.count * cost_ms.get(app.model_name(s), 0.0) for s in app.stages}
+        whole_ms = sum(spent_ms.values())
+        behind: dict[str, set[str]] = {}  # by stage: itself and all that were complete before
+        for stage in stages_in_order(app.stages):
+            name, behind[stage.label] = app.model_name(stage), {stage.label}.union(*(behind[b] for b in stage.after))
+            done = sum(spent_ms[label] for label in behind[stage.label]) / whole_ms if whole_ms else 1.0
+            rates[name] = rates.get(name, 0.0) + app.rate_rps * stage.count
+            worth_rps[name] = worth_rps.get(name, 0.0) + app.rate_rps * done
+    if not rates:
+        return system
+    models = list[Model]()
+    for model in system.models:
+        stage_rps = rates.get(model.name, 0.0)
+        if stage_rps:
+            alone_rps = max(0.0, (model.rate_rps or stage_rps) - stage_rps)
+            worth = (alone_rps + worth_rps[model.name]) / (alone_rps + stage_rps)
+            model = replace(model, weight=model.weight * worth)
+        models.append(model)
+    return replace(system, models=tuple(models))
 
 
 def _generating_everywhere(

@@ -204,7 +204,7 @@ def test_a_graph_has_the_stages_of_the_workload() -> None:
     assert [stage.before for stage in graph.stages] == [(), (0,), (0,), (1, 2)]
     assert [stage.later for stage in graph.stages] == [(1, 2), (3,), (3,), ()]
     assert [stage.count for stage in graph.stages] == [1, 3, 1, 1]
-    assert graph.parts == pytest.approx((0.5, 0.5, 0.5, 1.0))
+    assert graph.parts == pytest.approx((5 / 12, 0.5, 0.5, 1.0))
 
 
 def test_the_least_time_of_a_model_is_that_of_a_lone_request_on_its_way() -> None:

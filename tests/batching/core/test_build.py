@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.batching.core.build import from_plan, latency_steps
+from tenuto.batching.core.build import everywhere, from_plan, latency_steps
 from tenuto.cli import main
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Plan
-from tenuto.profiles import LatencyTable, LinearLatency
+from tenuto.placement import Cluster, Plan, Workload
+from tenuto.profiles import LatencyTable, LinearLatency, Profiles
 
 PLAN = {
     "schema": 1,
@@ -56,6 +57,27 @@ def test_a_plan_gives_its_gpulets_in_order() -> None:
     assert first.hosts[0].planned_ms()[2] == pytest.approx(1.2 * 7.0)
     assert second.hosts[1].latency_ms == (0.0, 4.0, 6.0)
     assert all(2 not in gpulet.hosts for gpulet in system.gpulets)
+
+
+def test_a_stages_requests_are_worth_what_is_lost_with_them() -> None:
+    fast = {"alpha_ms": 1.0, "beta_ms": 4.0}
+    stages = [
+        {"model": "detect", "latency": fast},
+        {"model": "read", "after": ["detect"], "latency": fast, "count": 2},
+        {"model": "shared", "after": ["read"]},
+    ]
+    shared = {"name": "shared", "latency": fast, "rate_rps": 40, "slo_ms": 60}
+    application = {"name": "ocr", "rate_rps": 10, "slo_ms": 180, "stages": stages}
+    work = parse_document(Workload, {"models": [shared], "applications": [application]}, origin="w.yaml")
+    weights = {model.name: model.weight for model in everywhere(work, Cluster.parse("v100:1"), Profiles(())).models}
+    # Of four equal requests, one is done after `detect`, three after `read`, which share the worth, and all at the end.
+    assert weights == pytest.approx({"ocr.detect": 0.25, "ocr.read": 0.375, "shared": 1.0})
+
+    first = {**application, "stages": [{**stages[2], "after": []}, {**stages[0], "after": ["shared"]}]}
+    work = parse_document(Workload, {"models": [shared], "applications": [first]}, origin="w.yaml")
+    system = everywhere(work, Cluster.parse("v100:1"), Profiles(()))
+    assert system.models[0].rate_rps == 50.0
+    assert 0.8 < system.models[0].weight < 1.0  # clients ask it by themselves 40 of 50 times
 
 
 def test_an_unserveable_plan_is_refused() -> None:
