@@ -9,8 +9,9 @@ import msgspec
 import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.entry.http.exchange import JSON, HttpError, refuse
+from tenuto.deployments.entry.http.exchange import JSON, BadRequestError, HttpError, refuse
 from tenuto.deployments.entry.protocols.oip_answers import plain_values
+from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
 from tenuto.deployments.entry.service.infer_call import InferCall, Writer
 from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
 from tenuto.deployments.entry.service.run_memory import RunMemory
@@ -50,6 +51,12 @@ class ApplicationCall(InferCall, eq=False):
         exchange, service, application, interface = self._exchange, self._service, self._application, self._interface
         assert application is not None
         assert interface is not None
+        stages = application.application.stages
+        requests = len(samples) * sum(each.most_requests for each in stages if not each.after and each.map is None)
+        if requests > MAX_SAMPLES:
+            raise BadRequestError(
+                f"the samples begin {requests} requests; {MAX_SAMPLES} are the most. Send fewer samples."
+            )
         exchange.on_left = self._abandon
         exchange.spend(len(samples))
         name, slo_ms = service.request_id(self._id or self._route.client_id), self._slo_ms

@@ -205,7 +205,7 @@ class InferenceService:
             planned = known.get(application.name)
             if planned is None or planned.application != application:
                 planned = PlannedApplication(application, self._stage_times, self._choose)
-            planned.follow(lambda name: self._models[self.name(name)])
+            planned.follow(lambda name: self._models.get(self.name(name)) or PlannedModel(name))
             self._applications[application.name] = planned
             self._models[application.name] = planned.model
         for name, planned in known.items():
@@ -285,14 +285,16 @@ class InferenceService:
     def _ready(self, model: PlannedModel) -> ModelInterface:
         if model.is_ready and model.interface is not None:
             return model.interface
-        if model.name in self._applications:
-            raise HttpError(503, self._applications[model.name].problem, retry_after_s=2)
-        plan = self._plan
-        if plan is not None and model.name in plan.unserved:
-            why = plan.unserved_reasons.get(model.name, "no reason given")
-            raise HttpError(
-                503, f"the plan leaves '{model.name}' unserved: {why}. Plan again with more GPUs or another policy."
-            )
+        plan, application = self._plan, self._applications.get(model.name)
+        names = [model.name] if application is None else [stage.model for stage in application.graph.stages]
+        for name in names:
+            if plan is not None and name in plan.unserved:
+                why = plan.unserved_reasons.get(name, "no reason given")
+                raise HttpError(
+                    503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy."
+                )
+        if application is not None:
+            raise HttpError(503, application.problem, retry_after_s=2)
         raise HttpError(503, f"no gpu-let of '{model.name}' is ready. Retry in a few seconds.", retry_after_s=2)
 
     # --- requests -----------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ from tenuto.profiles.networks.inputs import LENGTH_BYTES
 
 logger = logging.getLogger("ray.serve")
 
+_MOST_AT_ONCE = 64  # limit: requests of a stage that are sent in one turn of the loop, 2 ms or less
+
 T = TypeVar("T")
 
 
@@ -259,13 +261,20 @@ class RunningGraph:
 
     def _send(self, place: int, samples: Sequence[RequestInputs]) -> None:
         """Ask a model for all requests of a stage."""
-        run, stage, now_ms = self._run, self._interface.graph.stages[place], self._clock_ms()
+        now_ms = self._clock_ms()
         requests = self.stages[place] = StageRequests(self, place, len(samples), self._due_ms[place])
         if not samples:
             requests.ended_ms = now_ms
-        due = run.expand(place, len(samples), now_ms)
+        due = self._run.expand(place, len(samples), now_ms)
+        self._send_some(place, samples, 0)
+        self._begin_stages(due)
+
+    def _send_some(self, place: int, samples: Sequence[RequestInputs], first: int) -> None:
+        """Ask for the requests of a stage from one on: as many as one turn of the loop may take, then the others."""
+        run, stage, requests = self._run, self._interface.graph.stages[place], self.stages[place]
+        now_ms, end = self._clock_ms(), first + _MOST_AT_ONCE
         slo_ms = run.deadline_ms(place, now_ms) + self.reserve_ms - now_ms
-        for position, (parts, sizes) in enumerate(samples):
+        for position, (parts, sizes) in enumerate(samples[first:end], first):
             try:
                 request = self._dispatching.admit(
                     self._application.choose(stage.model),
@@ -288,7 +297,12 @@ class RunningGraph:
                 self._dispatching.start(request, parts, self._memory)
             if self._is_over:
                 return
-        self._begin_stages(due)
+        if end < len(samples):
+            asyncio.get_running_loop().call_soon(self._guarded, partial(self._send_rest, place, samples, end))
+
+    def _send_rest(self, place: int, samples: Sequence[RequestInputs], first: int) -> None:
+        if not self._is_over:
+            self._send_some(place, samples, first)
 
     def answered(self, place: int, position: int) -> None:
         """Go on after a request of a stage was answered."""

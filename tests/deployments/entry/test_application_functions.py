@@ -71,6 +71,21 @@ async def test_a_function_makes_any_number_of_requests(served: Served, count: in
     assert answer.json()["parameters"]["n.requests"] == count
 
 
+async def test_very_many_requests_are_sent_in_several_turns_of_the_loop(served: Served) -> None:
+    await served.serve(fan_out(most=300))
+    served.gpulets["n"].hold = True
+    asked = asyncio.create_task(ask(served, 1.0, 300.0))
+    seen = set[int]()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(served.gpulets["n"].sizes) + (waiting := (await served.open_requests()).get("n", 0)) < 300:
+            seen.add(waiting)
+            await asyncio.sleep(0)
+    served.gpulets["n"].hold = False
+    served.gpulets["n"].release()
+    assert outputs(await asked)["y"][0] == [1, 300, 2]
+    assert len(seen) > 3  # others had turns in between
+
+
 async def test_a_function_makes_one_request_of_several_inputs(served: Served) -> None:
     await served.serve(fan_out(most=1, name="first"))
     assert outputs(await ask(served, 1.0, 2.0)) == {"y": ([1, 2], [6.0, 12.0])}

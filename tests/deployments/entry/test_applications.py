@@ -25,6 +25,7 @@ from tenuto.deployments.wire.tensors import Blocks
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tests.deployments.entry.test_gateway import TENSOR, Bench
+from tests.deployments.gpulet.test_streaming_gpulet import OWN, start
 from tests.instruments.asking import until
 from tests.instruments.fake_gpulet import SIGNATURE, FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
@@ -533,3 +534,57 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_is_left(serv
     counts = served.entry.service.application_counters.status()["app"]
     assert counts.submitted == counts.ended + counts.cancelled
     assert counts.ended >= len([each for each in statuses if each == 200])
+
+
+async def test_so_many_samples_that_one_turn_would_be_long_are_refused(served: Served) -> None:
+    await served.serve(plan({"model": "m", "count": 5}))
+    tensor = {"name": "x", "datatype": "FP32", "shape": [205, 2], "data": [1.0] * 410}
+    answer = await served.infer("app", {"inputs": [tensor]})
+    assert (answer.status_code, "begin 1025 requests; 1024 are the most" in answer.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("executor", ["torch", "emulated"])
+async def test_real_gpulets_hand_on_what_their_networks_made(executor: str) -> None:
+    """In a process of their own; long tensors lie in the gateway's memory."""
+    pytest.importorskip("torch")
+    latency = {"alpha_ms": 1.0, "beta_ms": 6.0}
+    tensors = {
+        key: [{"name": name, "dtype": "float32", "shape": [WIDE]}] for key, name in (("inputs", "x"), ("outputs", "y"))
+    }
+    options = {"width": WIDE} if executor == "torch" else tensors
+    source = {"source": f"{OWN}:scale"} if executor == "torch" else {}
+    names = ("first", "second")
+    stages = [{"model": "first"}, {"model": "second", "inputs": {"x": "first.y"}}]
+    replica = {"batch_size": 4, "latency": latency, "latency_ms": 10.0}
+    app = {"name": "app", "rate_rps": 1, "slo_ms": 60_000, "stages": [{"shared": True, **stage} for stage in stages]}
+    made = Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "n0/0", "type": "cpu" if executor == "torch" else "v100"}],
+            "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [{"name": name, **replica} for name in names]}],
+            "models": [
+                {"name": name, "rate_rps": 9, "slo_ms": 60_000, "latency": latency, "options": options, **source}
+                for name in names
+            ],
+            "applications": [{**app, "outputs": {"y": "second.y"}}],
+        }
+    )
+    gpulet = await start(made, executor)
+    bench = Bench()
+    bench.entry = Entry(lambda _: gpulet.endpoint)
+    await bench.follow(made)
+    async with asyncio.timeout(PATIENCE_S):
+        while (await bench.client.get("/v2/models/app/ready")).status_code != 200:
+            await asyncio.sleep(0.01)
+    values = np.arange(WIDE, dtype=np.float32)
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "parameters": {"binary_data_size": values.nbytes}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = await bench.client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers["inference-header-content-length"])
+    expected = 4 * values if executor == "torch" else 0 * values
+    assert np.array_equal(np.frombuffer(answer.content[length:], np.float32), expected)
+    assert json.loads(answer.content[:length])["parameters"]["emulated"] is (executor == "emulated")
+    await bench.close()
+    await gpulet.close()
