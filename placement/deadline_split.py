@@ -24,11 +24,10 @@ _SAVES = 0.005  # derived: a batch that saves less than this part of the next sm
 _GAP = 1e-3  # limit: of the cost, at which the integer program ends
 _BUSY = 0.7  # derived: of a GPU's time; Poisson requests then wait for 1.2 batches in the mean (M/D/1), as is left here
 _FASTER = 0.9  # format: of the time of a batch; explained is what that saves
+# Derived: as a plan needs whole GPUs, a few percent more of their time cost nothing mostly, and a tenth a GPU in ten.
+CANDIDATES = (0.03, 0.1)
 _ROUNDS = 200  # limit: in which the time left on paths is dealt out
 _PATIENCE = (1.0, 0.5, 0.25, 0.0)  # derived: parts of the waiting that are left out when no split has all of it
-
-Waiting = Callable[[float, int, float], float]
-"""How long a request waits at most for its batch to begin, in ms: of l(b), b, and requests per ms."""
 
 
 class BatchChoice(NamedTuple):
@@ -39,34 +38,28 @@ class BatchChoice(NamedTuple):
     cost: float
 
 
-def while_it_fills(batch_ms: float, size: int, per_ms: float) -> float:
-    """Return the wait of deferred batching: while the other requests of the batch come, and at least for one batch
-    before, or for the next of several gpu-lets."""
-    return max((size - 1) / per_ms, min(batch_ms, size / per_ms))
-
-
-def for_a_batch(batch_ms: float, size: int, per_ms: float) -> float:
-    """Return the wait of Nexus: for a whole batch before."""
-    del size, per_ms
-    return batch_ms
-
-
 def batch_choices(
     by_type: Mapping[str, ModelOnGpu],
     rate_rps: float,
     prices: Mapping[str, float],
-    waiting: Waiting,
+    *,
+    patience: float = 1.0,
     times: float = 1.0,
 ) -> list[BatchChoice]:
     """Return the batches of a model of which none is both faster and cheaper, the fastest first, on the whole GPU and
-    on the shares that its profile has. A batch takes so many `times` as long as there."""
-    choices = []
+    on the shares that its profile has.
+
+    By deferred batching a request waits while the others of its batch come, and at least for one batch before, or for
+    the next of several gpu-lets. The part `patience` of that counts. A batch takes so many `times` as long as profiled.
+    """
+    per_ms, choices = rate_rps / 1000.0, []
     for kind, on in by_type.items():
         for share_pct in {WHOLE_GPU_PCT, *(point.share_pct for point in on.profile.points)}:
             for size, profiled_ms in enumerate(on.steps(share_pct, MOST_BATCH)):
                 if size:
                     batch_ms = times * profiled_ms
-                    needs_ms = batch_ms + waiting(batch_ms, size, rate_rps / 1000.0)
+                    waits_ms = max((size - 1) / per_ms, min(batch_ms, size / per_ms))
+                    needs_ms = batch_ms + patience * waits_ms
                     gpus = rate_rps * batch_ms / size / 1000.0 * share_pct / WHOLE_GPU_PCT
                     choices.append(BatchChoice(needs_ms, prices[kind] * gpus))
     best: list[BatchChoice] = []
@@ -80,12 +73,14 @@ def least_budgets(
     applications: Sequence[Application],
     choices: Mapping[str, Sequence[BatchChoice]],
     affordable: Callable[[float], float],
+    more: float = 0.0,
 ) -> tuple[float, dict[str, float]] | None:
     """Return the least cost with which every path of every application ends within its SLO, and budgets of the models
     in ms that keep this; None if there are none.
 
-    As much may be spent as is `affordable` where that is the least cost. Of all budgets that keep this, those are
-    returned of which the shortest, in units of the model's fastest choice, is the longest.
+    As much may be spent as is `affordable` where that is the least cost, and at least the part `more` above it. Of all
+    budgets that keep this, those are returned that leave the model with the shortest spare time the longest one, as it
+    may wait for the batches of others on its GPUs.
     """
     rows, costs, most = Rows(), list[float](), list[float]()
 
@@ -97,12 +92,12 @@ def least_budgets(
     picks = {name: [column(choice.cost, 1.0) for choice in of] for name, of in choices.items()}
     whole = [True] * len(costs)
     paid = costs.copy()
-    units = column(0.0, math.inf)
+    spare = column(0.0, math.inf)
     budgets = {name: column(0.0, math.inf) for name in choices}
     for name, columns in picks.items():
         rows.add(columns, [1.0] * len(columns), 1.0, 1.0)
-        rows.add([budgets[name], *columns], [1.0, *(-choice.needs_ms for choice in choices[name])], math.inf, 0.0)
-        rows.add([budgets[name], units], [1.0, -choices[name][0].needs_ms], math.inf, 0.0)
+        needs = [-choice.needs_ms for choice in choices[name]]
+        rows.add([budgets[name], spare, *columns], [1.0, -1.0, *needs], math.inf, 0.0)
     for application in applications:
         ends = {stage.label: column(0.0, application.slo_ms) for stage in application.stages}
         for stage in application.stages:
@@ -117,8 +112,8 @@ def least_budgets(
     if x is None:
         return None
     cost = float(x[: len(paid)] @ paid)
-    rows.add(range(len(paid)), paid, max(affordable(cost), cost * (1.0 + _GAP)))
-    goal = [-float(place == units) for place in range(len(costs))]
+    rows.add(range(len(paid)), paid, max(affordable(cost), cost * (1.0 + _GAP + more)))
+    goal = [-float(place == spare) for place in range(len(costs))]
     fairest = integer_program(goal, rows, least, most, whole, start=x, gap=_GAP).x
     x = x if fairest is None else fairest
     return cost, {name: float(x[place]) for name, place in budgets.items()}
@@ -132,9 +127,9 @@ def is_split(application: Application) -> bool:
 class _Split:
     """What the split of a workload is made from. `free` are the applications to split."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, profiles: Profiles, waiting: Waiting) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
         self._specs, self._costs = {m.name: m for m in workload.models}, costs_of(workload, cluster, profiles)
-        self._cluster, self._waiting = cluster, waiting
+        self._cluster = cluster
         known = [a for a in workload.applications if all(self._costs[a.model_name(stage)] for stage in a.stages)]
         self.free = [application for application in known if not is_split(application)]
         self.names = [*dict.fromkeys(application.model_name(s) for application in known for s in application.stages)]
@@ -147,13 +142,15 @@ class _Split:
                 name = application.model_name(stage)
                 self._limits_ms[name] = min(self._limits_ms[name], application.budget_ms(stage))
 
-    def least_budgets(self, times: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    def least_budgets(
+        self, more: float = 0.0, times: Mapping[str, float] | None = None
+    ) -> tuple[float, dict[str, float]]:
         """Return the least cost and the budgets of the models in ms. Batches of some models take so many times as
         long. When not even batches of one end in time, each model has what one request takes."""
         choices: dict[str, list[BatchChoice]] = {}
         for patience in _PATIENCE:
-            choices = {name: self._choices(name, patience, times.get(name, 1.0)) for name in self.names}
-            least = least_budgets(self.free, choices, lambda cost: _affordable(cost, self._cluster))
+            choices = {name: self._choices(name, patience, (times or {}).get(name, 1.0)) for name in self.names}
+            least = least_budgets(self.free, choices, lambda cost: _affordable(cost, self._cluster), more)
             if least is not None:
                 return least
         fastest = [of[0] for of in choices.values()]
@@ -164,26 +161,22 @@ class _Split:
         spec = self._specs[name]
         if spec.generates is not None:
             return [BatchChoice(spec.slo_ms, 0.0)]
-
-        def wait_ms(batch_ms: float, size: int, per_ms: float) -> float:
-            return patience * self._waiting(batch_ms, size, per_ms)
-
-        choices = batch_choices(self._costs[name], spec.rate_rps, self._cluster.prices, wait_ms, times)
+        prices = self._cluster.prices
+        choices = batch_choices(self._costs[name], spec.rate_rps, prices, patience=patience, times=times)
         return [choice for place, choice in enumerate(choices) if not place or choice.needs_ms <= self._limits_ms[name]]
 
 
-def split_deadlines(
-    workload: Workload, cluster: Cluster, profiles: Profiles, waiting: Waiting = while_it_fills
-) -> Workload:
-    """Return the workload with a budget for every stage of its applications.
+def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles, more: float = CANDIDATES[0]) -> Workload:
+    """Return the workload with a budget for every stage of its applications. The part `more` of GPU time above the
+    least may be spent for spare time.
 
     Applications that are split already stay so, and so do those with a stage of which nobody says what it costs. When
     not even batches of one end in time, the deadline is split in proportion to what these take.
     """
-    split = _Split(workload, cluster, profiles, waiting)
+    split = _Split(workload, cluster, profiles)
     if not split.free:
         return workload
-    needs_ms = split.least_budgets({})[1]
+    needs_ms = split.least_budgets(more)[1]
     return workload.with_budgets([_dealt_out(a, needs_ms) if a in split.free else a for a in workload.applications])
 
 
@@ -191,16 +184,16 @@ def savings(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[st
     """Return, for each model that a stage asks, the part of the GPU time of all of them that is saved when its batches
     take a tenth less. Where the planner split a deadline, it is split anew."""
     unsplit = [application.without_budgets() for application in workload.applications]
-    split = _Split(workload.model_copy(update={"applications": unsplit}), cluster, profiles, while_it_fills)
-    cost = split.least_budgets({})[0]
-    return {name: 1.0 - split.least_budgets({name: _FASTER})[0] / cost if cost else 0.0 for name in split.names}
+    split = _Split(workload.model_copy(update={"applications": unsplit}), cluster, profiles)
+    cost = split.least_budgets()[0]
+    return {name: 1.0 - split.least_budgets(times={name: _FASTER})[0] / cost if cost else 0.0 for name in split.names}
 
 
 def candidate_splits(workload: Workload, cluster: Cluster, profiles: Profiles) -> Iterator[Workload]:
     """Yield the workload with different splits of the deadlines that may be the best, the likeliest first."""
     seen = list[Workload]()
-    for waiting in (while_it_fills, for_a_batch):
-        split = split_deadlines(workload, cluster, profiles, waiting)
+    for more in CANDIDATES:
+        split = split_deadlines(workload, cluster, profiles, more)
         if split not in seen:
             yield split
         seen.append(split)
@@ -215,7 +208,7 @@ def least_price(workload: Workload, cluster: Cluster, profiles: Profiles) -> flo
         return 0.0
     (price,), costs = cluster.prices.values(), costs_of(workload, cluster, profiles)
     fixed = [spec for spec in workload.models if spec.generates is None and costs[spec.name]]
-    cheapest = (batch_choices(costs[spec.name], spec.rate_rps, cluster.prices, for_a_batch)[-1].cost for spec in fixed)
+    cheapest = (batch_choices(costs[spec.name], spec.rate_rps, cluster.prices)[-1].cost for spec in fixed)
     return price * math.ceil(sum(cheapest) / price - 1e-6)
 
 
