@@ -1,0 +1,187 @@
+"""Rules for the deadlines of applications' stages, on random graphs in virtual time: goodput and wasted GPU time.
+
+`ours` is what is served, with the budgets of Nexus' split. Fixed splits (`static`: by the latency of a batch of 4;
+`even`; `nexus split`) run on our scheduler without weights; `nexus` on Nexus' own, `clipper` drops only what is late,
+`pard` is `tenuto_lab.applications.pard`. Whatever the rule, requests of a lost call that wait are withdrawn.
+
+    python lab/benchmarks/bench_application_deadlines.py --first-seed 0 --cases 100 [--calls 1000] [--rules ours,nexus]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tenuto.batching.applications.application_graph import ApplicationGraph
+from tenuto.batching.applications.application_run import ApplicationRun
+from tenuto.batching.applications.stage_times import StageTimes
+from tenuto.batching.core.build import with_stage_weights
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.loadgen.application_load import Joins, make_application_load
+from tenuto.outcome import Outcome
+from tenuto.placement import ModelSpec
+from tenuto.placement.application import Application
+from tenuto_lab.applications.pard import PardEstimates, PardRun, PardScheduler
+from tenuto_lab.applications.random_graphs import Case, draw_case, nexus_split, with_budgets
+
+WARM_UP = 0.1
+
+
+class SplitRun(ApplicationRun):
+    """A fixed split: every stage must be complete at its place of the whole deadline. Nothing is given up early."""
+
+    def __init__(self, graph: ApplicationGraph, arrived_ms: float, deadline_ms: float, times: StageTimes) -> None:
+        super().__init__(graph, arrived_ms, deadline_ms, times)
+        behind = graph.longest_behind([stage.budget_ms for stage in graph.stages])
+        self._complete_by_ms = [deadline_ms - ms for ms in behind]
+
+    def deadline_ms(self, stage: int, now: float) -> float:
+        return self._complete_by_ms[stage]
+
+    def cannot_end(self, stage: int, now: float) -> bool:
+        return False
+
+
+class ReactiveRun(ApplicationRun):
+    """One deadline for every stage, the application's: only what is late is dropped."""
+
+    def deadline_ms(self, stage: int, now: float) -> float:
+        return self.arrived_ms + self.graph.slo_ms
+
+    def cannot_end(self, stage: int, now: float) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one rule on one case: calls answered in time over all, GPU time of calls that failed over all GPU time."""
+
+    attainment: float
+    wasted: float
+    busy: float
+
+
+def latency_split(app: Application, case: Case) -> dict[str, float]:
+    """Return budgets in proportion to the latency of a batch of 4."""
+    return {s.label: case.latency[app.model_name(s)].at(4) for s in app.stages}
+
+
+def even_split(app: Application, case: Case) -> dict[str, float]:
+    """Return equal budgets."""
+    return {s.label: 1.0 for s in app.stages}
+
+
+Split = Callable[[Application, Case], dict[str, float]]
+# Name: split, run, scheduler, part of a budget that a batch may take.
+RULES: dict[str, tuple[Split, type[ApplicationRun], str, float]] = {
+    "ours": (nexus_split, ApplicationRun, "deferred", 0.0),
+    "static": (latency_split, SplitRun, "deferred", 0.0),
+    "even": (even_split, SplitRun, "deferred", 0.0),
+    "nexus split": (nexus_split, SplitRun, "deferred", 0.0),
+    "nexus": (nexus_split, SplitRun, "nexus", 1.0),
+    "clipper": (nexus_split, ReactiveRun, "eager", 0.5),
+    "pard": (nexus_split, ApplicationRun, "pard", 0.5),
+}
+
+
+def try_rule(case: Case, rule: str, calls: int) -> Figures:
+    """Serve so many calls of a case by a rule; the first tenth of the time is not counted."""
+    split, run, scheduler_name, part = RULES[rule]
+    apps = tuple(with_budgets(app, split(app, case)) for app in case.applications)
+    budgets: dict[str, float] = {}
+    longest: dict[str, float] = {}
+    for app in apps:
+        for stage in app.stages:
+            model = app.model_name(stage)
+            budgets[model] = min(budgets.get(model, np.inf), app.budget_ms(stage))
+            longest[model] = max(longest.get(model, 0.0), app.slo_ms)
+    if part:
+        longest = {model: part * budgets[model] for model in budgets}
+    system = case.system(budgets, longest)
+    if rule == "ours":
+        system = with_stage_weights(system, apps)
+    models = [ModelSpec(name=m.name, rate_rps=m.rate_rps, slo_ms=m.slo_ms) for m in system.models]
+    total_rps = sum(app.rate_rps for app in apps)
+    duration_s = calls / total_rps
+    load = make_application_load(models, apps, duration_s, case.seed)
+    begin_ms = WARM_UP * duration_s * 1000.0
+    make_run: Callable[[ApplicationGraph, float, float, StageTimes], ApplicationRun] = run
+    if rule == "pard":
+        duration = {m: case.latency[m].at(case.largest_within(m, longest[m])) for m in longest}
+        make_run = partial(PardRun, estimates=PardEstimates(duration))
+    joins = Joins(load, counted_from_ms=begin_ms, make_run=make_run)
+    scheduler: Scheduler
+    scheduler = PardScheduler(system) if scheduler_name == "pard" else make_scheduler(scheduler_name, system)
+    result = simulate(
+        scheduler,
+        load.times_ms,
+        load.model_index,
+        duration_s=duration_s,
+        warmup_s=begin_ms / 1000.0,
+        deadlines_ms=load.deadlines_ms,
+        follows=joins,
+    )
+    ended = np.sum(list(joins.counts().values()), axis=0)
+    offered = sum(at >= begin_ms for _, at in load.calls.values())
+    log, is_ok = result.batches, joins.outcome == Outcome.OK
+    lost_ms = all_ms = 0.0
+    for ids, start, finish in zip(log.requests, log.start_ms, log.finish_ms, strict=True):
+        took = finish - start
+        all_ms += took
+        lost_ms += took * (1.0 - float(is_ok[load.owner[ids]].mean()))
+    return Figures(
+        float(ended[Outcome.OK]) / offered, lost_ms / max(all_ms, 1e-9), all_ms / 1000 / duration_s / len(case.hosted)
+    )
+
+
+def main() -> int:
+    """Print a row for each case, in time and (wasted) in percent, and how the first rule stands beside the others."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first-seed", type=int, default=0, help="of the cases")
+    parser.add_argument("--cases", type=int, default=20, help="how many")
+    parser.add_argument("--calls", type=int, default=1000, help="requests of applications, about, in each run")
+    parser.add_argument("--rules", default=",".join(RULES), help="names, with commas between them")
+    options = parser.parse_args()
+    rules = options.rules.split(",")
+    print("| seed | graphs | load | gpus | fluid | " + " | ".join(rules) + " |")
+    print("|---|---|---|---|---|" + "---|" * len(rules))
+    rows: list[tuple[Case, dict[str, Figures]]] = []
+    for seed in range(options.first_seed, options.first_seed + options.cases):
+        case = draw_case(seed)
+        figures = {rule: try_rule(case, rule, options.calls) for rule in rules}
+        rows.append((case, figures))
+        cells = " | ".join(f"{100 * f.attainment:.1f} ({100 * f.wasted:.0f})" for f in figures.values())
+        where = f"{len(case.hosted)}{'' if case.hosted[0] is None else ' alone'}"
+        row = f"| {seed} | {case.shape} | {case.load:.2f} | {where} | {100 * case.bound():.1f} | {cells} |"
+        print(row, flush=True)
+    summarise(rows, rules)
+    return 0
+
+
+def summarise(rows: list[tuple[Case, dict[str, Figures]]], rules: list[str]) -> None:
+    """Print how the first rule stands beside the others."""
+    ours = rules[0]
+    behind = np.array([100 * (max(f.attainment for f in fs.values()) - fs[ours].attainment) for _, fs in rows])
+    within = [f"{points} in {100 * (behind <= points).mean():.0f} %" for points in (1, 2, 5)]
+    print(f"\n{ours} is within points of the best: {', '.join(within)}; at worst {behind.max():.1f} behind")
+    for name, part in (("all", rows), ("models alone", [r for r in rows if r[0].hosted[0] is not None])):
+        over = [fs for case, fs in part if case.load > 1]
+        print(f"\n| rule, {name} | in time % | wasted % | beyond capacity ({len(over)}): {ours} over it | it wastes |")
+        print("|---|---|---|---|---|")
+        for rule in rules:
+            good = np.median([fs[ours].attainment / max(fs[rule].attainment, 1e-9) for fs in over])
+            waste = np.median([fs[rule].wasted / max(fs[ours].wasted, 1e-6) for fs in over])
+            mine = [fs[rule] for _, fs in part]
+            means = (100 * np.mean([f.attainment for f in mine]), 100 * np.mean([f.wasted for f in mine]))
+            print(f"| {rule} | {means[0]:.1f} | {means[1]:.1f} | {good:.2f} x | {waste:.1f} x |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
