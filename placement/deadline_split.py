@@ -204,7 +204,7 @@ def candidate_splits(workload: Workload, cluster: Cluster, profiles: Profiles) -
 def least_price(workload: Workload, cluster: Cluster, profiles: Profiles) -> float:
     """Return a price that no cluster of one GPU type goes below, however the deadlines are split: that of the GPU time
     which the models' cheapest batches take. It is 0 where that is not known, and with several types."""
-    if len(cluster.prices) != 1:
+    if len(cluster.prices) != 1 or not any(cluster.prices.values()):
         return 0.0
     (price,), costs = cluster.prices.values(), costs_of(workload, cluster, profiles)
     fixed = [spec for spec in workload.models if spec.generates is None and costs[spec.name]]

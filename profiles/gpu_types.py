@@ -84,6 +84,13 @@ def measured_as(name: str) -> tuple[str, ...]:
     return (name, *((kind.like,) if kind is not None and kind.like is not None else ()), *of_gpu)
 
 
+def accelerators_of(name: str) -> tuple[str, ...]:
+    """Return the names of a GPU type in Ray's labels: A100 and A100-80G for a100-80gb. Nodes label themselves with the
+    chip alone."""
+    chip, memory_mib = name.partition("-")[0].upper(), memory_mib_of(name)
+    return (chip,) if memory_mib is None else (chip, f"{chip}-{round(memory_mib / 1024)}G")
+
+
 def is_fast_type(name: str) -> bool:
     """Return whether a type is known to have `FAST_CAPABILITY`."""
     capability = capability_of_type(name)

@@ -17,6 +17,7 @@ from tenuto.deployments.control import journal
 from tenuto.deployments.control.canaries import Canaries
 from tenuto.deployments.control.change_state import ChangeState
 from tenuto.deployments.control.estimates import Estimates, EstimateUpdate
+from tenuto.deployments.control.gpu_requests import GpuRequests
 from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.lengths import as_declared
@@ -54,7 +55,7 @@ class Controller:
         self._reasons: dict[Reason, str] = {}  # why to plan again
         self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0
-        self._wanted: Mapping[str, int] | None = None
+        self._gpu_requests = GpuRequests(settings)
         self._standby_of: tuple[Gpulet, ...] | None = None  # gpu-lets for which standby processes were asked
         self._edits = dict(memory.edits)
         confidence = settings.canary.confidence
@@ -74,6 +75,10 @@ class Controller:
         self._now_s = now_s
         news = self._estimates.observe(now_s, seen)
         lost = self._notice_gpus(seen.gpus)
+        late = self._gpu_requests.give_up_late(now_s, self._present)
+        if late:
+            self._questions.forget_answer()
+            self.note(journal.gpus_late(now_s, late, self._settings.change.come_s))
         self._go_on(seen, news)
         self._judge_canaries(seen)
         if self.change is None and self._change_state.standby:
@@ -276,6 +281,8 @@ class Controller:
             planned_for_rps=self._traffic().upper_rps,
             slowdowns=dict(self._estimates.slowdowns),
             sought=self._reasons.get(Reason.WORKLOAD, ""),
+            missing_gpus=dict(self._gpu_requests.missing),
+            late_gpus=sorted(self._gpu_requests.given_up),
             obstacle="the mode is off" if self.mode == "off" else self._obstacle(saves_only=False) or "",
         )
 
@@ -427,8 +434,13 @@ class Controller:
             self._reasons.pop(kind, None)
 
     def _spare_gpu_load(self) -> float:
-        """Return the load below which one GPU fewer may do: (n - 1) / n of n GPUs; 0 when GPUs cannot be given back."""
+        """Return the load below which one GPU fewer may do: (n - 1) / n of n GPUs; 0 when GPUs cannot be given back.
+
+        With several types, GPUs of another type may cost less at any load.
+        """
         used = len(self.plan.used_gpus)
+        if sum(bound.max > 0 for bound in self._settings.gpus.values()) > 1:
+            return 1.0
         return 1.0 - 1.0 / used if self._settings.gpus and used else 0.0
 
     # --- asking -------------------------------------------------------------------------------------------------------
@@ -458,18 +470,23 @@ class Controller:
         estimates.lengths.asked(self._workload.models)
         models, running = estimates.lengths.measured(self._workload.models), self._change_state.here(self.plan)
         expected_rps = shared_out(estimates.rates.expected_rps(ahead_s), self.plan.models, self._workload.models)
-        growth = tuple(kind for kind, bounds in self._settings.gpus.items() if bounds.max > 0)
+        bounds, present, given_up = self._settings.gpus, self._present, self._gpu_requests.given_up
+        growth = tuple(kind for kind, bound in bounds.items() if bound.max > 0 and kind not in given_up)
+        limits = {kind: max(present[kind], bounds[kind].max if kind in growth else 0) for kind in (*present, *bounds)}
+        prices = {kind: bound.price_per_hour for kind, bound in bounds.items() if bound.price_per_hour is not None}
         reserved_ids = frozenset(standby.gpulet.id for standby in self._change_state.standby)
         slowdowns = estimates.planned_with()
         request = PlanRequest(
             self._workload.model_copy(update={"applications": (), "models": models}),
-            self._change_state.gpus,
+            tuple(_priced(gpu, prices) for gpu in self._change_state.gpus),
             self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
             RunningPlan(
                 running.model_copy(update={"models": estimates.lengths.measured(running.models)}),
                 self._shared_out(estimates.traffic(ahead_s)),
                 ChangeTerms(expected_rps, self._change_state.durations, change.horizon_s, change.hysteresis),
                 growth=growth,
+                limits=limits if bounds else {},
+                prices=prices,
                 slowdowns=slowdowns,
                 attainment=self._settings.attainment,
                 reserved_ids=reserved_ids,
@@ -479,6 +496,12 @@ class Controller:
             only_standby=kinds == {Reason.STANDBY},
         )
         self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._change_state.gpus), request))
+
+    @property
+    def _present(self) -> Counter[str]:
+        """How many GPUs of each type plans may use."""
+        managed = {g.device: g.whole_type for g in self._change_state.usable if g.mig == "managed"}
+        return Counter([*managed.values(), *(g.type for g in self._change_state.usable if g.mig != "managed")])
 
     def _is_outgrown(self, plan: Plan) -> bool:
         """Whether a plan carries too little for the present rates. When a rate jumps, little is known of it at the time
@@ -495,14 +518,12 @@ class Controller:
         """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
         if result.needed_gpus is None:
             return
-        present = Counter(gpu.type for gpu in self._change_state.usable)
-        bounds = self._settings.gpus
-        in_bounds = {
-            kind: max(bound.min, min(bound.max, result.needed_gpus.get(kind, 0))) for kind, bound in bounds.items()
-        }
-        if bounds and in_bounds != self._wanted:
-            self._wanted = in_bounds
-            self._decisions.append(WantGpus(in_bounds))
+        present, bounds = self._present, self._settings.gpus
+        totals = self._gpu_requests.update_totals(self._now_s, result.needed_gpus, present)
+        if totals is not None:
+            self._decisions.append(WantGpus(totals, {kind: n - present[kind] for kind, n in totals.items()}))
+            if missing := self._gpu_requests.missing:
+                self.note(journal.gpus_requested(self._now_s, missing))
         missing = {
             kind: count - max(present[kind], bounds[kind].max if kind in bounds else 0)
             for kind, count in result.needed_gpus.items()
@@ -576,3 +597,9 @@ class Controller:
     def _stuck(self, why: str | None) -> None:
         if why is not None:
             self._reasons[Reason.STUCK] = why
+
+
+def _priced(gpu: Gpu, prices: Mapping[str, float]) -> Gpu:
+    """Return the GPU at the price of its type, or of its part of a GPU."""
+    price = prices.get(gpu.whole_type)
+    return gpu if price is None else gpu.model_copy(update={"price_per_hour": price * gpu.part})

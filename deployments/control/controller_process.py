@@ -12,12 +12,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
+from tenuto.deployments.control.autoscaler import GpuAutoscaler
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import AdvisedPlan
 from tenuto.deployments.control.live import Live, LiveSystem, OvertakenError, Planner
@@ -25,6 +26,7 @@ from tenuto.deployments.control.planner import NoPlanner, PlannerProcess
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment, Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.version_edits import Edited, Edits, checked, promoted, to_take_back, with_version
+from tenuto.deployments.machines.joining_nodes import JoiningNodes
 from tenuto.deployments.machines.node_layouts import NodeLayouts
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
@@ -45,20 +47,22 @@ from tenuto.profiles import Profile, Profiles
 logger = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
-_GROUND = "control/ground"
+_GROUND, _DECLARED = "control/ground", "control/declared-nodes"
 _NOTHING = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
 _SILENT_S = 60.0  # limit: a thread without a look for so long counts as dead
 _RETIRES_S = 20.0  # limit: for the look that is under way
 _IDLE_LOOK_S = 10.0  # pace: of looks in mode off while nothing changes
 
 
-def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
-    """Store what the controller plans with: profiles, and the GPUs that the cluster has or may have."""
+def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...], nodes: Collection[str] = ()) -> None:
+    """Store what the controller plans with: profiles, the GPUs that the cluster has or may have, and the ids of the
+    nodes whose GPUs these are, or that were left out."""
     ground = {
         "profiles": [profile.model_dump(mode="json", exclude_defaults=True) for profile in profiles],
         "gpus": [gpu.model_dump(mode="json", exclude_none=True) for gpu in gpus],
     }
     store.put(_GROUND, json.dumps(ground).encode())
+    store.put(_DECLARED, json.dumps(sorted(nodes)).encode())
 
 
 def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
@@ -68,6 +72,12 @@ def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
     ground = json.loads(raw)
     profiles = Profiles([parse_document(Profile, data, origin="profiles") for data in ground["profiles"]])
     return profiles, tuple(parse_document(Gpu, data, origin="gpus") for data in ground["gpus"])
+
+
+def read_declared_nodes(store: Store) -> list[str]:
+    """Return the nodes that `keep_ground` stored; none when it stored nothing."""
+    raw = store.get(_DECLARED)
+    return [] if raw is None else [str(node) for node in json.loads(raw)]
 
 
 Begun = tuple[Live, Planner]
@@ -361,8 +371,14 @@ def begin_on_cluster(
     import_applications(deployment.config())
     profiles, gpus = read_ground(store)
     known = {(gpu.id, gpu.type): gpu for gpu in (*gpus_of(deployment.plan, memory.plan), *gpus)}
+    joining = JoiningNodes(
+        {} if settings.mode == "off" else {kind: bound.labels for kind, bound in settings.gpus.items()},
+        read_declared_nodes(store),
+        emulated=deployment.executor == "emulated",
+        needs_mps=memory.plan.mps == "required",
+    )
     system = LiveSystem(
-        deployment.with_plan(memory.plan), Applications(), gateway_status, tuple(known.values()), NodeLayouts()
+        deployment.with_plan(memory.plan), Applications(), gateway_status, tuple(known.values()), NodeLayouts(), joining
     )
     planner: Planner = NoPlanner()
     if settings.mode != "off":
@@ -375,7 +391,7 @@ def begin_on_cluster(
         by="the controller",
         memory=stored,
         number=memory.number,
-        want_gpus=want_gpus,
+        want_gpus=GpuAutoscaler(settings.gpus).ask_for,
         tell=tell,
     )
     return live, planner
@@ -464,13 +480,6 @@ def _why_late(spec: ModelSpec, gpu: Gpu, profiles: Profiles, together: int) -> s
         raise InvalidInputError(problems)
     fits = options_of(spec, gpu, profiles, carries_alone, together)
     return None if fits else f"a request alone is late, or has no memory, on a whole {gpu.type}"
-
-
-def want_gpus(by_type: Mapping[str, int]) -> None:
-    """Ask Ray's autoscaler for so many GPUs by type; without an autoscaler nothing changes."""
-    from ray.autoscaler.sdk import request_resources
-
-    request_resources(bundles=[{"GPU": 1} for _ in range(sum(by_type.values()))])
 
 
 def build(args: dict[str, Any]) -> Any:

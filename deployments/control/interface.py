@@ -72,9 +72,11 @@ class AdvisedPlan:
 
 @dataclass(frozen=True)
 class WantGpus:
-    """Have so many GPUs of each type: ask for missing ones, release idle ones above that."""
+    """Have so many GPUs of each type: ask for missing ones, release idle ones above that. `more` is how many more that
+    is than there are, negative where it is fewer."""
 
     by_type: Mapping[str, int]
+    more: Mapping[str, int]
 
 
 Decision = MakePlan | Apply | WantGpus | LogLine

@@ -41,6 +41,9 @@ class Kind(StrEnum):
     CHANGE = "change"  # a change begins
     RATES = "rates"  # the same gpu-lets with other planned rates: no change
     MISSING = "missing"  # GPUs are missing
+    ASKED = "asked"  # for GPUs, of Ray's autoscaler
+    LATE = "late"  # GPUs that were asked for and have not come
+    UNUSED = "unused"  # a node that joined is not used
     STANDBY = "standby"  # idle processes wait
     ABANDONED = "abandoned"  # a change stops where it is
     CHANGED = "changed"
@@ -93,6 +96,24 @@ def gpus_missing(at_s: float, short: Mapping[str, int]) -> LogLine:
     """Say how many more GPUs of each type would carry all rates."""
     text = f"the rates need more GPUs than there are: {listed(short)}"
     return LogLine(at_s, Kind.MISSING, text, {"gpus": dict(short)})
+
+
+def gpus_requested(at_s: float, missing: Mapping[str, int]) -> LogLine:
+    """Say how many more GPUs of each type Ray's autoscaler is asked for."""
+    return LogLine(
+        at_s, Kind.ASKED, f"asked Ray's autoscaler for more GPUs: {listed(missing)}", {"gpus": dict(missing)}
+    )
+
+
+def gpus_late(at_s: float, late: Mapping[str, int], after_s: float) -> LogLine:
+    """Say which GPUs have not come, and that plans do with other types for a while."""
+    text = f"{listed(late)} did not come within {after_s:g} s: plans do with other types. See `ray status`"
+    return LogLine(at_s, Kind.LATE, text, {"gpus": dict(late)})
+
+
+def unused_node(at_s: float, node: str, why: str) -> LogLine:
+    """Say why the GPUs of a node that joined are not used."""
+    return LogLine(at_s, Kind.UNUSED, f"{node} is not used: {why}")
 
 
 def on_standby(at_s: float, why: str, shares: Mapping[str, str]) -> LogLine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from msgspec import structs
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, Decision, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.journal import unused_node
 from tenuto.deployments.control.mig_reconfiguration import LayoutSide, MigReconfiguration
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.version_edits import Edited, Edits
@@ -59,6 +60,15 @@ class ServeSide(Protocol):
 
     def node_names(self) -> frozenset[str]:
         """Return the names of the living nodes: addresses, and labels as `key=value`."""
+
+
+class JoiningSide(Protocol):
+    """Finds the GPUs of nodes that join; `JoiningNodes` on a real cluster. No call waits."""
+
+    unused: dict[str, str]
+
+    def find_gpus(self, present: Iterable[Gpu]) -> tuple[Gpu, ...]:
+        """Return the GPUs of nodes that joined, beside those that are present anyway."""
 
 
 class Planner(Protocol):
@@ -120,6 +130,7 @@ class LiveSystem:
         read_status: Callable[[], DispatchingStatus],
         gpus: tuple[Gpu, ...],
         layouts: LayoutSide | None = None,
+        joining: JoiningSide | None = None,
     ) -> None:
         """Take over what runs.
 
@@ -129,8 +140,10 @@ class LiveSystem:
             read_status: returns the gateways' status; raises `EnvironmentFaultError` when none answers.
             gpus: all GPUs that the cluster should have.
             layouts: cuts GPUs; None: no GPU is bound to hardware.
+            joining: finds GPUs of other nodes; None: there are none.
         """
         self.deployment = deployment
+        self._joining = joining
         self._serve = serve
         self._read_status = read_status
         self._gpus = gpus
@@ -321,7 +334,16 @@ class LiveSystem:
         cut away."""
         alive = self._serve.node_names() | {""}
         present = [gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive]
+        if self._joining is not None:
+            joined = [gpu for gpu in self._joining.find_gpus(present) if gpu.label in alive]
+            self._gpus = tuple({(gpu.id, gpu.type): gpu for gpu in (*self._gpus, *joined)}.values())
+            present = [gpu for gpu in self._gpus if gpu in present or gpu in joined]
         return self._cut.remaining(present, self._plan)
+
+    @property
+    def unused_nodes(self) -> dict[str, str]:
+        """Why the GPUs of nodes that joined are not used, by node, as of the last look."""
+        return {} if self._joining is None else self._joining.unused
 
     @property
     def is_settled(self) -> bool:
@@ -487,7 +509,7 @@ class Live:
         by: str,
         memory: ControlMemory | None = None,
         number: int = 0,
-        want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
+        want_gpus: Callable[[Mapping[str, int]], None] = lambda _more: None,
         tell: Callable[[LogLine], None] = lambda _entry: None,
     ) -> None:
         """Connect them.
@@ -501,7 +523,7 @@ class Live:
             memory: stores the controller's memory; None: nobody does. When a deployment is desired there with another
                 number, the first look begins to go over to it.
             number: of the desired deployment, or of the edits, that were taken up last.
-            want_gpus: asks the cluster for GPUs by type.
+            want_gpus: asks the cluster for so many GPUs more, or fewer, of each type.
             tell: receives every entry of the log.
         """
         self.controller = controller
@@ -517,6 +539,7 @@ class Live:
         desired = None if memory is None else memory.desired()
         self._desired = desired if desired is not None and desired.number > number else None  # not begun yet
         self._has_looked = False
+        self._unused_nodes: dict[str, str] = {}  # those of which the log has told
         self._next_by: str | None = None  # who asked for the change under way
         if desired is not None and controller.change is not None and controller.change.why == desired.why:
             self._next_by, self._change_number = desired.by, min(desired.number, number)
@@ -525,7 +548,11 @@ class Live:
         """Return the controller's state, and what its change waits for."""
         system = self.system
         return structs.replace(
-            self.controller.state(), cutting=system.cutting, is_settled=system.is_settled, number=self._change_number
+            self.controller.state(),
+            cutting=system.cutting,
+            is_settled=system.is_settled,
+            number=self._change_number,
+            unused_nodes=dict(system.unused_nodes),
         )
 
     @property
@@ -541,6 +568,10 @@ class Live:
         if seen is not None:
             self.controller.observe(now_s, seen)
             self._go_over(now_s)
+        unused = self.system.unused_nodes
+        for node, why in unused.items() - self._unused_nodes.items():
+            self.controller.note(unused_node(now_s, node, why))
+        self._unused_nodes = dict(unused)
         for number, result in self._planner.answers():
             self.controller.planned(now_s, number, result)
         self.carry_out(now_s)
@@ -615,4 +646,4 @@ class Live:
         elif isinstance(decision, MakePlan):
             self._planner.ask(decision.number, decision.request)
         elif isinstance(decision, WantGpus):
-            self._want_gpus(decision.by_type)
+            self._want_gpus(decision.more)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from tenuto.deployments.control.change_preview import ChangePreview, preview_change
 from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller_client import ControllerClient
-from tenuto.deployments.control.controller_process import keep_ground, read_ground
+from tenuto.deployments.control.controller_process import keep_ground, read_declared_nodes, read_ground
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edited
@@ -210,7 +210,8 @@ class Operations:
             agrees(self.preview(deployment, () if replace else unchanged))
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
-                keep_ground(self._store, *ground)
+                nodes = read_declared_nodes(self._store) or self._applications.node_ids()
+                keep_ground(self._store, *ground, nodes)
             return self._change(deployment, why, by, unchanged)
         if not replace:
             refuse_second_start(states, self._store)
@@ -406,7 +407,7 @@ def begin(
     if ends_with_caller:
         sign_launcher(store)
     if ground is not None:
-        keep_ground(store, *ground)
+        keep_ground(store, *ground, applications.node_ids())
     launcher.start_serve(deployment.config())
     desired = DesiredDeployment(1, deployment, by, why, History(store).latest_number(), is_first=True)
     ControlMemory(store).write_desired(desired)

@@ -57,6 +57,7 @@ class Change(StrictModel):
     cool_down_s: Annotated[float, Field(ge=0)] = 60.0  # after a change, before one that only saves GPUs
     prove_s: Seconds = 20.0  # after a change: when attainment falls within it, the change is rolled back
     ready_timeout_s: Seconds = 120.0
+    come_s: Seconds = 300.0  # asked GPUs that have not come by then: plans do with other types
     plan_timeout_s: Seconds = 60.0  # limit: policies that try their plans take up to half a minute on a busy machine
     start_s: Seconds = 12.5  # until measured: the middle of gpulet's 10 to 15 s
     load_s: Seconds = 5.0  # until measured
@@ -70,10 +71,17 @@ class CanarySettings(StrictModel):
 
 
 class GpuBounds(StrictModel):
-    """Least and most GPUs of one type."""
+    """Least and most GPUs of one type, and how they are asked for.
+
+    `per_node`: GPUs on each node that Ray's autoscaler brings. `labels`: what such nodes are labelled with; default:
+    Ray's own label of the accelerator type. `price_per_hour` of a GPU takes the place of any other price of the type.
+    """
 
     min: Annotated[int, Field(ge=0)] = 0
     max: Annotated[int, Field(ge=0)]
+    per_node: Annotated[int, Field(ge=1)] = 1
+    labels: dict[str, str] = Field(default_factory=dict)
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuBounds:

@@ -58,7 +58,7 @@ class NodeLayouts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take what starts a task on a node and what asks whether it has ended; default: Ray's."""
-        self._start, self._poll, self._clock = start or _start_task, poll or _poll_task, clock
+        self._start, self._poll, self._clock = start or _start_task, poll or poll_task, clock
         self._cutting: dict[str, Any] = {}
         self._looks: dict[str | None, tuple[float, Any]] = {}
         self._present: dict[str, tuple[MigDevice, ...]] = {}
@@ -118,7 +118,8 @@ def _start_task(node: str | None, what: Callable[..., Any], arguments: tuple[Any
     return ray.remote(what).options(max_retries=0, **options).remote(*arguments)
 
 
-def _poll_task(task: Any) -> tuple[bool, Any]:
+def poll_task(task: Any) -> tuple[bool, Any]:
+    """Return whether a task has ended, and its answer or, as a text, its fault."""
     import ray
 
     ready, _ = ray.wait([task], timeout=0)
@@ -127,7 +128,7 @@ def _poll_task(task: Any) -> tuple[bool, Any]:
     try:
         return True, ray.get(task, timeout=1.0)
     except Exception as error:  # a node that is lost, or whatever the task raised
-        return True, f"its node could not cut it: {error}"
+        return True, f"its node could not do that: {error}"
 
 
 # --- before anything is applied ---------------------------------------------------------------------------------------

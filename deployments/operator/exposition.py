@@ -279,6 +279,9 @@ def _controller(status: SystemStatus) -> Iterator[Metric]:
     yield _Rows((), [((), controller)]).gauge(
         "controller_paused", "1 while the controller only watches.", lambda c: c.paused
     )
+    yield _Rows(("gpu_type",), (((kind,), count) for kind, count in controller.missing_gpus.items())).gauge(
+        "controller_missing_gpus", "GPUs that Ray's autoscaler was asked for and that are not there yet.", float
+    )
 
 
 def _devices(status: SystemStatus) -> Iterator[Metric]:

@@ -139,6 +139,10 @@ class Applications:
             return []
         return sorted(str(node["NodeManagerAddress"]) for node in alive_nodes() if node["NodeID"] in nodes)
 
+    def node_ids(self) -> list[str]:
+        """Return Ray's ids of the living nodes."""
+        return [str(node["NodeID"]) for node in alive_nodes()]
+
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""
         return len(alive_nodes())

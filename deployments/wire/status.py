@@ -447,7 +447,9 @@ class ControllerState(_Told, frozen=True, kw_only=True):
     plan; `slowdowns`: measured over profiled latency by program; `cutting`: MIG instances of the plan, and whole GPUs,
     that have to be cut yet; `sought`: why a plan for a changed workload is sought, empty when none is; `obstacle`: what
     forbids any change now, empty when nothing does; `is_settled`: the gateways follow the plan, and nothing runs beyond
-    it; `number`: of the desired deployment that this state speaks of."""
+    it; `number`: of the desired deployment that this state speaks of; `missing_gpus`: asked of Ray's autoscaler and not
+    there yet, by type; `late_gpus`: types given up for a while, as they did not come; `unused_nodes`: why the GPUs of
+    nodes that joined are not used."""
 
     mode: str = ""
     paused: bool = False
@@ -461,6 +463,9 @@ class ControllerState(_Told, frozen=True, kw_only=True):
     obstacle: str = ""
     is_settled: bool = True
     number: int = 0
+    missing_gpus: dict[str, int] = {}
+    late_gpus: list[str] = []
+    unused_nodes: dict[str, str] = {}
 
     @property
     def awaits(self) -> str:

@@ -72,8 +72,9 @@ class Candidates:
         plans: list[Candidate] = []
         with self._faults_noted():
             anew = self._planned_anew(self._elastic(types))
-            type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in anew.gpus}
-            self.needed_gpus = Counter(type_of[device] for device in anew.devices(anew.used_gpus))
+            self.needed_gpus, limits = _used_gpus(anew), self.running.limits
+            if any(count > limits.get(kind, count) for kind, count in self.needed_gpus.items()):
+                anew, self.needed_gpus = None, self._needed_beside_running(types)
         is_enough = self.needed_gpus is not None and all(
             count <= present[kind] for kind, count in self.needed_gpus.items()
         )
@@ -211,6 +212,7 @@ class Candidates:
         for kind in types:
             gpu = known.get(kind)
             memory, price = (gpu.memory_mib, gpu.price_per_hour) if gpu is not None else (None, None)
+            price = self.running.prices.get(kind, price)
             mig = gpu.mig if gpu is not None and gpu.mig == "managed" and gpu.instance is None else None
             groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price, mig=mig))
         return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=True)
@@ -220,15 +222,8 @@ class Candidates:
     def _extended(self, running: Plan, missing: Mapping[str, float]) -> Plan | None:
         """Return the running plan, and beside it the policy's plan for the missing parts; None when nothing more fits.
         Each new gpu-let goes where least room is left, on unused GPUs last."""
-        workload, upper_rps = self.workload, self.running.traffic.upper_rps
-        specs = {spec.name: spec for spec in workload.models}
-        short = tuple(
-            spec.model_copy(update={"rate_rps": missing[name] * upper_rps[name], **ANYWHERE})
-            for name, spec in specs.items()
-            if name in missing
-        )
-        missing_workload = workload.model_copy(update={"models": short, "applications": (), "merge": "off"})
-        more = self._policys(missing_workload, self._elastic(dict.fromkeys(gpu.type for gpu in self.gpus)))
+        specs = {spec.name: spec for spec in self.workload.models}
+        more = self._bought(missing, dict.fromkeys(gpu.type for gpu in self.gpus))
         bought = {gpu.id: gpu for gpu in gpus_of(more)}
         held = {gpu.id: [*running.on_gpu(gpu.id)] for gpu in self.gpus}
         ids = {gpulet.id for gpulet in running.gpulets} | self.running.reserved_ids
@@ -255,6 +250,25 @@ class Candidates:
         return self._with_larger_batches(
             with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
         )
+
+    def _bought(self, missing: Mapping[str, float], types: Iterable[str]) -> Plan:
+        """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes."""
+        upper_rps = self.running.traffic.upper_rps
+        short = tuple(
+            spec.model_copy(update={"rate_rps": missing[spec.name] * upper_rps[spec.name], **ANYWHERE})
+            for spec in self.workload.models
+            if spec.name in missing
+        )
+        update = {"models": short, "applications": (), "merge": "off"}
+        return self._policys(self.workload.model_copy(update=update), self._elastic(types))
+
+    def _needed_beside_running(self, types: Iterable[str]) -> Counter[str]:
+        """Return the GPUs that would carry everything, by type, when what runs stays: those in use, and for what is
+        missing more of the types of which there are more. Without such types, as many as are missing of all."""
+        running, limits = for_workload(self.running.plan, self.workload), self.running.limits
+        missing, used = self.missing(running), _used_gpus(running)
+        more = [kind for kind in types if kind not in limits or limits[kind] > used[kind]] or types
+        return used + _used_gpus(self._bought(missing, more)) if missing else used
 
     def trimmed(self, running: Plan) -> Plan | None:
         """Return the running plan without what it does not need, None when it needs everything: whole GPUs go first,
@@ -326,6 +340,12 @@ class Candidates:
                 models.append(replica.model_copy(update={"latency": latency, "latency_ms": whole_ms}))
             gpulets.append(gpulet.model_copy(update={"models": tuple(models)}))
         return with_the_rest(plan.model_copy(update={"gpulets": tuple(gpulets)}), workload)
+
+
+def _used_gpus(plan: Plan) -> Counter[str]:
+    """Return how many GPUs of each type hold something."""
+    type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in plan.gpus}
+    return Counter(type_of[device] for device in plan.devices(plan.used_gpus))
 
 
 def _pooled_rps(plan: Plan, traffic: Traffic) -> dict[str, float]:

@@ -41,8 +41,9 @@ class RunningPlan:
     """The plan that serves now, and what a plan in its place has to do.
 
     `traffic` has to be carried, and `attainment` is the part of every model's requests that has to be in time. `growth`
-    are the GPU types that the cluster can grow by; without any it is fixed. `slowdowns` is what batches of a program
-    take over their profile. `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain.
+    are the GPU types that the cluster can grow by; without any it is fixed. `limits` say of how many GPUs of a type
+    there is no more. `prices` are per hour by type, where they are given. `slowdowns` is what batches of a program take
+    over their profile. `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain.
     Without them the plan with the fewest changes is sought: of at most `most_changes` gpu-lets that start or load. It
     promises each model what the policy's plan from nothing does, what the running one does, or the larger.
     """
@@ -53,6 +54,8 @@ class RunningPlan:
     most_changes: int | None = None
     promises: Literal["anew", "running", "larger"] = "anew"
     growth: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=dict)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     attainment: float = ATTAINED
     reserved_ids: frozenset[str] = frozenset()

@@ -21,6 +21,7 @@ KNOWN = {
     "attainment",
     "canaries",
     "estimates",
+    "gpu_requests",
     "lengths",
     "change_rate_limit",
     "planner",

@@ -1,0 +1,75 @@
+"""Ray's own autoscaler brings emulated GPUs of the type that the controller asks for, and takes them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.control.operations import Operations
+from tenuto.deployments.process.ray_nodes import alive_nodes
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.launcher import unused_port
+from tenuto.placement.cluster import node_of
+from tenuto.placement.planner.gpu_matching import gpus_of
+from tenuto.profiles import Profiles
+from tests.instruments.autoscaling_ray import HEAD, autoscaling_ray
+from tests.instruments.live import asking, infer, pids, until
+from tests.instruments.plans import make_plan
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PLAN = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=1000.0, rate_rps=20.0)
+MORE = {"name": "b", "rate_rps": 700, "slo_ms": 1000, "latency": {"alpha_ms": 1.0, "beta_ms": 4.0}}
+PRICES = {"a100": 0.1, "t4": 9.0, "v100": 0.05}
+
+
+def joined() -> list[str]:
+    """Return the accelerator types of the nodes that the autoscaler brought."""
+    nodes = [node for node in alive_nodes() if node["NodeManagerAddress"] != HEAD]
+    return sorted(node["Labels"]["ray.io/accelerator-type"] for node in nodes)
+
+
+def nodes_of(url: str) -> set[str]:
+    """Return the nodes of the gpu-lets that are up."""
+    return {node_of(gpulet.rpartition("/")[0]) for gpulet in pids(url)}
+
+
+def test_gpus_come_by_type_serve_and_go_back(own_ray: None) -> None:
+    import ray
+
+    bounds = {kind: {"max": 2 * (kind != "v100"), "price_per_hour": price} for kind, price in PRICES.items()}
+    control: dict[str, Any] = {"mode": "act", "policy": {"name": "gpulet"}, "interval_s": 2, "gpus": bounds}
+    control |= {"change": {"cool_down_s": 0, "prove_s": 1, "come_s": 3600, "ready_timeout_s": 600}}
+    deployment = Deployment.model_validate(
+        {
+            "plan": PLAN.to_data(),
+            "executor": "emulated",
+            "scheduler": "eager",
+            "port": unused_port(),
+            "control": control,
+        }
+    )
+    with autoscaling_ray(1, {"T4": 1, "A100": 2}) as address:
+        try:
+            with Operations(address, lambda _text: None) as operator:
+                assert operator.deploy(deployment, "a test", ground=(Profiles([]), gpus_of(PLAN)))
+                url, controller = operator.base_url, operator.controller()
+                until(lambda: nodes_of(url) == {"n0"})
+                with asking(url, ["a"]) as answers:
+                    controller.set_model(MORE, add=True)
+                    until(lambda: joined() == ["A100"])
+                    until(lambda: len(nodes_of(url)) == 2 and infer(url, "b")[0] == 200)
+                    (name,) = nodes_of(url) - {"n0"}
+                    assert name.startswith("ray-")
+                    assert not controller.state().missing_gpus
+                    controller.remove_model("b")
+                    until(lambda: joined() == [])
+                    until(lambda: nodes_of(url) == {"n0"})
+                    count = len(answers)
+                    until(lambda: len(answers) > count + 5)
+                assert {status for status, _ in answers} == {200}
+                assert "asked" in {line.kind for line in controller.log(500)}
+                operator.delete()
+        finally:
+            ray.shutdown()
