@@ -100,7 +100,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
     system = System(models, tuple(gpulets), network, programs, plan.objective, tuple(generating))
     raise_if_any(system.unserveable() if check_slos else ())
-    return with_stage_weights(system, plan.applications)
+    return with_stage_weights(system, plan.applications) if plan.applications else system
 
 
 def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, longest_context: int | None) -> StepLimits:
@@ -250,7 +250,7 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     system = System(models, gpulets, network, objective=workload.objective)
     raise_if_any(system.unserveable())
-    return with_stage_weights(system, workload.applications)
+    return with_stage_weights(system, workload.applications) if workload.applications else system
 
 
 def with_stage_weights(system: System, applications: Sequence[Application]) -> System:
@@ -277,8 +277,6 @@ def with_stage_weights(system: System, applications: Sequence[Application]) -> S
             done = sum(spent_ms[label] for label in behind[stage.label]) / whole_ms if whole_ms else 1.0
             rates[name] = rates.get(name, 0.0) + app.rate_rps * stage.count
             worth_rps[name] = worth_rps.get(name, 0.0) + app.rate_rps * done
-    if not rates:
-        return system
     models = list[Model]()
     for model in system.models:
         stage_rps = rates.get(model.name, 0.0)

@@ -34,6 +34,9 @@ def make_plan(task: PlanTask) -> Plan:
         InvalidInputError: the inputs contradict each other, the plan breaks a rule, or what runs needs more changes
             than it may; it lists all problems.
     """
+    if not task.workload.applications:
+        best = plan_anew(task)
+        return best if task.running is None else plan_with_fewest_changes(task, best)
     splits = candidate_splits(task.workload, task.cluster, task.profiles)
     task = replace(task, workload=next(splits))
     best = plan_anew(task)
