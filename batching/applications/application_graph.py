@@ -64,18 +64,6 @@ class ApplicationGraph:
             ]
         return tuple(order)
 
-    @cached_property
-    def parts(self) -> tuple[float, ...]:
-        """Which part of the time that is left when a stage is due is its own; the rest is for the stages behind it.
-
-        Planned budgets are those of batches that wait for no other model. Small ones would be used up by the batches of
-        others, so the split is the mean of the planned one and an even one.
-        """
-        longest = 1.0 + max(self.longest_behind([1.0] * len(self.stages)))
-        own = [stage.budget_ms + self.slo_ms / longest for stage in self.stages]
-        behind = self.longest_behind(own)
-        return tuple(mine / (mine + rest) for mine, rest in zip(own, behind, strict=True))
-
     def longest_behind(self, each: Sequence[float]) -> list[float]:
         """Return, for every stage, the largest sum over a path of the stages behind it, without its own value."""
         behind = [0.0] * len(self.stages)

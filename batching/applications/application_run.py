@@ -80,12 +80,15 @@ class ApplicationRun:
     def deadline_ms(self, stage: int, now: float) -> float:
         """Return when a request of a stage that is sent now must be answered.
 
-        Of the time that is left, the stage has its part of the planned budgets on the longest path from here. It has
-        at least what its model needs, and leaves what the stages behind it need.
+        Of the time that is left, the stage has its part on the longest path from here. Stages weigh by their planned
+        budgets, which are those of models that wait for no other, and by how long others keep them from their gpu-lets.
+        A stage has at least what its model needs, and leaves what the stages behind it need.
         """
         left_ms = self._deadline_ms - now
+        shares = [each.budget_ms + self._times.blocked_ms(each.model) for each in self.graph.stages]
+        part = shares[stage] / (shares[stage] + self.graph.longest_behind(shares)[stage])
         own_ms, behind_ms = self._times.least_ms(self.graph.stages[stage].model), self._needs(stage)[1]
-        return now + max(own_ms, min(left_ms * self.graph.parts[stage], left_ms - behind_ms))
+        return now + max(own_ms, min(left_ms * part, left_ms - behind_ms))
 
     def cannot_end(self, stage: int, now: float) -> bool:
         """Whether the application's answer would be late even if this stage and all behind it ran at once."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.system import INF, System
 
 
@@ -14,17 +15,20 @@ class StageTimes:
     """What runs of applications know of the models that they ask; one object for all runs of a process.
 
     `least_ms` is by model: what a request takes from when it is sent to its answer if it runs at once, alone, on the
-    fastest gpu-let. A model without an entry takes no time at least.
+    fastest gpu-let. A model without an entry takes no time at least. `blocked_ms` is by model: how long a batch of
+    another model keeps a request from the gpu-lets of its model; without an entry there is no other model.
     """
 
-    def __init__(self, least_ms: Mapping[str, float] | None = None) -> None:
-        self._least_ms = dict(least_ms or {})
+    def __init__(
+        self, least_ms: Mapping[str, float] | None = None, blocked_ms: Mapping[str, float] | None = None
+    ) -> None:
+        self._least_ms, self._blocked_ms = dict(least_ms or {}), dict(blocked_ms or {})
 
     def follow(self, system: System) -> None:
         """Take the planned latencies of this system's models from now on."""
         network = system.network
         fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
-        self._least_ms = {}
+        self._least_ms, self._blocked_ms = {}, _blocked_ms(system)
         for hosts in system.distinct_hosts():
             for program, host in hosts.items():
                 for model in system.programs[program].members:
@@ -34,3 +38,24 @@ class StageTimes:
     def least_ms(self, model: str) -> float:
         """Return what a request to a model takes at least."""
         return self._least_ms.get(model, 0.0)
+
+    def blocked_ms(self, model: str) -> float:
+        """Return how long a batch of another model keeps a request from the gpu-lets of its model."""
+        return self._blocked_ms.get(model, 0.0)
+
+
+def _blocked_ms(system: System) -> dict[str, float]:
+    """Return, by model, the longest batch of another program beside it, as a mean over its gpu-lets. Batches take half
+    of their SLO."""
+    batch_ms: dict[int, float] = {}
+    for hosts in system.distinct_hosts():
+        for program, host in hosts.items():
+            size = max(1, longest_within(host.planned_ms(), system.offered[program].slo_ms / 2.0))
+            batch_ms[program] = max(host.planned_batch_ms(size), batch_ms.get(program, 0.0))
+    waits_ms: dict[str, list[float]] = {}
+    for gpulet in system.gpulets:
+        for program in gpulet.hosts:
+            wait_ms = max((batch_ms[other] for other in gpulet.hosts if other != program), default=0.0)
+            for name in {system.models[member].name for member in system.programs[program].members}:
+                waits_ms.setdefault(name, []).append(wait_ms)
+    return {name: sum(waits) / len(waits) for name, waits in waits_ms.items()}

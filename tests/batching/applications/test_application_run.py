@@ -171,6 +171,11 @@ def test_what_an_early_stage_leaves_is_shared_by_those_behind_it() -> None:
     assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 10.0), run.deadline_ms(3, 60.0)] == [25.0, 40.0, 100.0]
 
 
+def test_a_stage_that_others_keep_from_its_gpulets_has_more_of_the_time() -> None:
+    run = ApplicationRun(CHAIN, 0.0, SLO_MS, StageTimes(blocked_ms={"m1": 20.0}))
+    assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 20.0)] == [20.0, 80.0]  # 10, 30 and 10 of 50
+
+
 def test_a_stage_leaves_what_those_behind_it_need() -> None:
     run = run_of(CHAIN, {"m0": 5.0, "m1": 80.0, "m2": 5.0})
     assert run.deadline_ms(0, 0.0) == 15.0
@@ -204,7 +209,7 @@ def test_a_graph_has_the_stages_of_the_workload() -> None:
     assert [stage.before for stage in graph.stages] == [(), (0,), (0,), (1, 2)]
     assert [stage.later for stage in graph.stages] == [(1, 2), (3,), (3,), ()]
     assert [stage.count for stage in graph.stages] == [1, 3, 1, 1]
-    assert graph.parts == pytest.approx((5 / 12, 0.5, 0.5, 1.0))
+    assert [stage.budget_ms for stage in graph.stages] == [60.0, 30.0, 30.0, 30.0]
 
 
 def test_the_least_time_of_a_model_is_that_of_a_lone_request_on_its_way() -> None:
@@ -213,3 +218,6 @@ def test_the_least_time_of_a_model_is_that_of_a_lone_request_on_its_way() -> Non
     network = NetworkDelay(ctrl_ms=1.0, data_ms_per_request=0.5, response_ms=2.0)
     times.follow(everywhere(workload(traffic()), Cluster.parse("v100:1"), Profiles(()), network))
     assert times.least_ms("traffic.a") == pytest.approx(8.5)
+    # Beside it, a batch of the detector takes half of 60 ms: 26 requests.
+    assert times.blocked_ms("traffic.a") == pytest.approx(30.0)
+    assert times.blocked_ms("traffic.ssd") == pytest.approx(15.0)
