@@ -5,7 +5,7 @@ virtual time runs: asked as one request, and walked stage by stage by the client
 ran graphs. A chain of three stages with one number in and out follows; of each stage's time, what is not execution is
 the gateway's, the dispatcher's and the gpu-let's own.
 
-    python lab/benchmarks/bench_applications.py [--seconds 30] [--rate-scale 1] [--chain-rps 200]
+    python lab/benchmarks/bench_applications.py [--seconds 30] [--stretch 1] [--chain-rps 200]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import model_metadata
 from tenuto.deployments.serve.launcher import Launcher
+from tenuto.files import parse_yaml
 from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.result_folder import hardware, versions
@@ -33,7 +34,7 @@ from tenuto.profiles import Profiles
 from tenuto_lab.stage_sender import StageSender
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "applications"
-EXECUTION_MS = 2.0  # of each stage of the chain
+EXECUTION_MS = 1.0  # of each stage of the chain, whatever the batch
 Rows = dict[str, dict[str, Any]]  # figures of applications by name
 
 
@@ -41,27 +42,38 @@ def main() -> int:
     """Print attainment and median of every application, simulated and served, and the times of the chain's stages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each run")
-    parser.add_argument("--rate-scale", type=float, default=1.0, help="factor on the rates of the examples")
-    parser.add_argument("--chain-rps", type=float, default=200.0, help="applications per second of the chain")
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor on all times of the examples")
+    parser.add_argument("--chain-rps", type=float, default=200.0, help="requests per second of the chain; 0: no chain")
     parser.add_argument("--seed", type=int, default=5, help="of the arrivals")
     arguments = parser.parse_args()
-    chain = _chain(arguments.chain_rps)
     print(f"{hardware()}\n{versions()}")
     with Launcher() as launcher:
-        launcher.connect(num_gpus=1, address="local")
+        launcher.connect(num_gpus=3, address="local")
         for name in ("game", "traffic"):
-            plan = _planned(Workload.load(EXAMPLES / f"{name}.yaml").scaled(arguments.rate_scale))
+            plan = _planned(_example(name, arguments.stretch))
             options = BenchOptions("", arguments.seconds, arguments.seed, clients=0, grace_s=2.0)
             expected = Simulation.of_plan(plan, duration_s=arguments.seconds, seed=arguments.seed).run().summary()
             rows = {"virtual time": expected["applications"], **_served(launcher, plan, options)}
             _print_beside(rows)
-        options = BenchOptions("", arguments.seconds, arguments.seed, clients=0, grace_s=2.0)
-        _print_stages(_served(launcher, _planned(chain), options))
+        if arguments.chain_rps:
+            options = BenchOptions("", arguments.seconds, arguments.seed, clients=0, grace_s=2.0)
+            plan = _planned(_chain(arguments.chain_rps), 3)
+            _print_stages(_served(launcher, plan, options, scheduler="eager"))
     return 0
 
 
-def _planned(work: Workload) -> Plan:
-    return solve(load_policy("symphony"), work, Cluster.parse("v100:1"), Profiles(()))
+def _planned(work: Workload, gpus: int = 1) -> Plan:
+    return solve(load_policy("symphony"), work, Cluster.parse(f"v100:{gpus}"), Profiles(()))
+
+
+def _example(name: str, stretch: float) -> Workload:
+    """Return an example with all times `stretch` times as long, so that few cores can serve it."""
+    data: dict[str, Any] = parse_yaml((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    for application in data["applications"]:
+        application |= {"rate_rps": application["rate_rps"] / stretch, "slo_ms": application["slo_ms"] * stretch}
+        for stage in application["stages"]:
+            stage["latency"] = {key: each * stretch for key, each in stage["latency"].items()}
+    return Workload.model_validate(data)
 
 
 def _chain(rate_rps: float) -> Workload:
@@ -70,7 +82,7 @@ def _chain(rate_rps: float) -> Workload:
         {
             "model": name,
             "after": [names[place - 1]] if place else [],
-            "latency": {"alpha_ms": 0.0, "beta_ms": EXECUTION_MS},
+            "latency": {"points": dict.fromkeys((1, 2, 4, 8), EXECUTION_MS)},
         }
         for place, name in enumerate(names)
     ]
@@ -78,10 +90,10 @@ def _chain(rate_rps: float) -> Workload:
     return Workload.model_validate({"applications": [application]})
 
 
-def _served(launcher: Launcher, plan: Plan, options: BenchOptions) -> dict[str, Rows]:
+def _served(launcher: Launcher, plan: Plan, options: BenchOptions, scheduler: str = "deferred") -> dict[str, Rows]:
     """Return the figures of a plan that is served: asked as applications, and walked by the client."""
     end_all()
-    begin(launcher, Deployment(plan=plan, executor="emulated", scheduler="deferred"), "a run", "the laboratory")
+    begin(launcher, Deployment(plan=plan, executor="emulated", scheduler=scheduler), "a run", "the laboratory")
     options = BenchOptions(**{**vars(options), "url": launcher.base_url})
     models, applications, _ = asked_of(plan)
     rows = {}
