@@ -77,7 +77,8 @@ class DeferredSteps:
         first_in_ms, first_ms = first_by_ms - now_ms, self._at_best_ms(prompt_tokens, now_ms, load)
         if first_ms > first_in_ms:
             why = f"its first token would take {first_ms:.0f} ms and is due in {first_in_ms:.0f} ms; {_CURE}"
-            return Unkept(Rule.FIRST_TOKEN, why)
+            passes = self.first_token_ms(prompt_tokens, TokenLoad()) <= first_in_ms
+            return Unkept(Rule.FIRST_TOKEN, why, first_ms - first_in_ms if passes else None)
         allowed_ms, present = min(tpot_ms, load.least_tpot_ms), load.sequences
         # Sequences that began together have short contexts now, and long ones later: at least those of half an answer.
         context, each = load.context_tokens + load.unread_tokens, load.mean_prompt + load.mean_output / 2.0
@@ -90,8 +91,14 @@ class DeferredSteps:
             if further_ms <= allowed_ms:  # in the mean, and too often longer
                 why += f": {with_it:.1f} of {present + 1} sequences would keep that, and "
                 why += f"{without:.1f} of {present} without it"
-            return Unkept(Rule.FURTHER_TOKENS, f"{why}; {_CURE}")
+            passes = self._kept(1, max(prompt_tokens, each), load, tpot_ms) > 0.0
+            return Unkept(Rule.FURTHER_TOKENS, f"{why}; {_CURE}", self._next_end_ms(load) if passes else None)
         return None
+
+    def _next_end_ms(self, load: TokenLoad) -> float:
+        """Return in how long one of the present sequences ends, in the mean: each is amid an answer of usual length."""
+        step_ms = self._cost.ms(0, load.decoding, load.context_tokens)
+        return load.mean_output * step_ms / max(1, load.sequences)
 
     def latest_ms(self, prompt_tokens: int, now_ms: float, first_by_ms: float, load: TokenLoad) -> float:
         """Return the latest start of a prompt beside those that decode, without them where they can wait for it."""

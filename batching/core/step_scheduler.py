@@ -83,10 +83,11 @@ class TokenLoad:
 
 
 class Unkept(NamedTuple):
-    """A sequence that is not taken: by which rule, and why."""
+    """A sequence that is not taken: by which rule, why, and in how long it might be; None: never here."""
 
     rule: Rule
     why: str
+    wait_ms: float | None = None
 
 
 class StepOrder(Protocol):

@@ -165,4 +165,4 @@ class Generations:
         """Refuse everything that is open."""
         for generation in list(self._open.values()):
             self._stop(generation)
-            self._fail(generation, Refused(Outcome.FAILED, "the server is shutting down; send the request again"))
+            self._fail(generation, Refused(Outcome.FAILED, "the server is shutting down; send the request again", 1.0))

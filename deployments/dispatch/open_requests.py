@@ -187,7 +187,7 @@ class OpenRequests:
     def close(self) -> None:
         """Answer every request as failed."""
         for request in list(self._open.values()):
-            self.refuse(request, Refused(Outcome.FAILED, "the server is shutting down; send the request again"))
+            self.refuse(request, Refused(Outcome.FAILED, "the server is shutting down; send the request again", 1.0))
 
 
 def _alone_ms(system: System) -> list[float]:

@@ -363,7 +363,7 @@ class SentBatches:
             if not self._requests.is_open(request):
                 continue
             if request.was_retried or request.deadline_ms <= now:
-                self._requests.refuse(request, Refused(Outcome.FAILED, reason, rule=rule))
+                self._requests.refuse(request, Refused(Outcome.FAILED, reason, 1.0, rule=rule))
             elif request.name not in self._requests.models:
                 self._requests.refuse_removed(request)
             else:

@@ -94,7 +94,8 @@ class OpenSequences:
         bounds = now_ms, first_by_ms, message.tpot_ms
         unkept = self._scheduler.add(number, *lengths, *bounds, has_begun=bool(made))
         if unkept is not None:
-            rejected = Refused(Outcome.REJECTED, unkept.why, 1.0, self._id, unkept.rule)
+            wait_s = None if unkept.wait_ms is None else unkept.wait_ms / 1000.0
+            rejected = Refused(Outcome.REJECTED, unkept.why, wait_s, self._id, unkept.rule)
             self._refuse(peer, message.number, rejected)
             return
         self._open[number] = _Open(peer, message.number)
@@ -166,7 +167,7 @@ class OpenSequences:
 
     def end_all(self, why: str = _GONE) -> None:
         """Answer every sequence that it cannot go on here. The generator may be closed already."""
-        refused = Refused(Outcome.FAILED, why, None, self._id, Rule.LOST)
+        refused = Refused(Outcome.FAILED, why, 1.0, self._id, Rule.LOST)
         for each in [self._forget(number) for number in list(self._open)]:
             self._refuse(each.peer, each.number, refused, may_retry=True)
 
@@ -178,7 +179,7 @@ class OpenSequences:
         why = f"{what} of '{self.program}'; the log of gpu-let {self._id} says more under {incident}"
         # Which sequence of several is at fault, nobody knows.
         rule = Rule.LOST if is_lost else Rule.RAISED if len(chunks) == 1 else Rule.NONE
-        failed = Refused(Outcome.FAILED, why, None, self._id, rule)
+        failed = Refused(Outcome.FAILED, why, None if rule is Rule.RAISED else 1.0, self._id, rule)
         for number in list(self._open) if is_lost else [number for number, _ in chunks]:
             self._end(number, failed, may_retry=is_lost)
 

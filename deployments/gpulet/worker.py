@@ -217,7 +217,7 @@ class WorkerThread:
         name, entry = arrived.message.model, self._programs.generating(arrived.message.model)
         absent = f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed"
         if entry is None or self.fault is not None:
-            refused = Refused(Outcome.FAILED, absent if entry is None else self.fault or "", None, self._id)
+            refused = Refused(Outcome.FAILED, absent if entry is None else self.fault or "", 1.0, self._id)
             ended = EndedSequence.failed(arrived.message.number, refused, may_retry=True)
             arrived.peer.connection.send(Generated([], [ended]))
             return

@@ -22,6 +22,7 @@ from tenuto.deployments.operator.web_pages import add_docs, live_page
 from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 
+STARTING_S = 2  # pace: when to ask again for what starts
 _MOST_REQUESTS = 4096  # limit: requests of the log in one answer
 
 
@@ -61,7 +62,8 @@ def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: T
         missing = watched.missing()
         if not missing:
             return JSONResponse({"ready": True})
-        return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
+        reason = f"gpu-lets not connected yet: {', '.join(missing)}"
+        return JSONResponse({"ready": False, "error": reason}, 503, {"retry-after": str(STARTING_S)})
 
     add_operator_routes(app, watched, is_local)
     return app
@@ -119,7 +121,7 @@ def add_error_answers(app: FastAPI, here: str, written: Callable[[str, str], dic
     @app.exception_handler(TimeoutError)
     async def _timeout(request: Request, error: TimeoutError) -> JSONResponse:
         text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
-        return JSONResponse(written(request.url.path, text), 503, {"retry-after": "2"})
+        return JSONResponse(written(request.url.path, text), 503, {"retry-after": str(STARTING_S)})
 
     @app.exception_handler(HTTPException)
     async def _not_found(request: Request, error: HTTPException) -> JSONResponse:

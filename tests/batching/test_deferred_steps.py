@@ -100,6 +100,24 @@ def test_a_sequence_that_would_make_another_late_is_refused() -> None:
     assert "12.0 ms are allowed" in str(ORDER.refusal(10, 0.0, math.inf, math.inf, load))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "bounds", "load", "wait_ms"),
+    [
+        (50, (14.0, math.inf), TokenLoad(), None),  # it takes 15 ms alone
+        (50, (20.0, math.inf), TokenLoad(unread_tokens=100), 15.0),  # 35 ms with the prompts before it
+        (50, (math.inf, 11.4), TokenLoad(), None),  # 11.5 ms alone
+        # One of two sequences ends in 30 tokens / 2 of 13 ms each.
+        (10, (math.inf, 13.0), TokenLoad(2, 100, sequences=2, mean_output=30.0), 195.0),
+    ],
+)
+def test_a_refusal_says_in_how_long_it_may_pass(
+    prompt: int, bounds: tuple[float, float], load: TokenLoad, wait_ms: float | None
+) -> None:
+    unkept = ORDER.refusal(prompt, 0.0, *bounds, load)
+    assert unkept is not None
+    assert unkept.wait_ms == (None if wait_ms is None else pytest.approx(wait_ms))
+
+
 def test_the_least_time_for_a_token_is_that_of_the_sequences_that_are_there() -> None:
     steps = StepScheduler(StepLimits(8, 100, 10_000), ORDER)
     for name, tpot_ms in enumerate((30.0, 12.0, 20.0, math.inf)):

@@ -29,6 +29,7 @@ STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.enc
 SLO_HEADERS = (b"x-slo-ms",)
 TTFT_HEADERS = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
+RETRY_AFTER = "retry_after_s"  # in a refusal's JSON
 OPENAI = b"/v1/"  # what its URLs begin with
 # How OpenAI's interface names an error: its type and its code.
 _KINDS = {
@@ -43,6 +44,7 @@ _MOST_MESSAGE = 4096  # limit: characters
 class HttpError(Exception):
     """A request that ends in an error status; the message says what to do. `headers` are raw lines.
 
+    `retry_after_s`: when to ask again; None where waiting does not help, or nobody knows how long.
     `after_s`: how long the client waits until it is told. `param`: the field of the body that is wrong, if one is.
     """
 
@@ -78,14 +80,18 @@ class HttpError(Exception):
 
     def lines(self) -> bytes:
         """Return the headers of its response as raw lines."""
-        return self.headers + JSON + retry_after(self.retry_after_s)
+        seconds = self.retry_after_s
+        again = b"" if seconds is None else b"retry-after: %d\r\n" % max(1, math.ceil(seconds))
+        return self.headers + JSON + again
 
     def payload(self, url: bytes = b"") -> bytes:
-        """Return `{"error": …}`; in OpenAI's form when the client asked through that interface."""
+        """Return `{"error": …}`; in OpenAI's form when the client asked through that interface. It has `retry_after_s`,
+        too, as the parts of a stream have no headers."""
+        details = self.details if self.retry_after_s is None else {**self.details, RETRY_AFTER: self.retry_after_s}
         if not url.startswith(OPENAI):
-            return orjson.dumps({"error": self.message, **self.details})
+            return orjson.dumps({"error": self.message, **details})
         kind, code = _KINDS.get(self.status, ("invalid_request_error" if self.status < 500 else "server_error", None))
-        return orjson.dumps({**openai_error(self.message, kind, code, self.param), **self.details})
+        return orjson.dumps({**openai_error(self.message, kind, code, self.param), **details})
 
 
 class BadRequestError(HttpError):
@@ -98,11 +104,6 @@ class BadRequestError(HttpError):
 def openai_error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def retry_after(seconds: float | None) -> bytes:
-    """Return the header that says when to try again, in whole seconds; nothing when waiting does not help."""
-    return b"" if seconds is None else b"retry-after: %d\r\n" % max(1, round(seconds))
 
 
 @dataclass(slots=True, eq=False)

@@ -30,6 +30,7 @@ from h2.utilities import HeaderValidationFlags, validate_headers
 from tenuto.deployments.entry.http.body_memory import IncomingBody, unfinished
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import (
+    RETRY_AFTER,
     SLO_HEADERS,
     TPOT_HEADERS,
     TTFT_HEADERS,
@@ -389,7 +390,8 @@ class Call:
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         """Send the answer of the service."""
         if status != 200:
-            self.fail(HttpError(status, orjson.loads(payload[0])["error"], headers=lines))
+            document = orjson.loads(payload[0])
+            self.fail(HttpError(status, document["error"], headers=lines, retry_after_s=document.get(RETRY_AFTER)))
         else:
             self.finish(self.answer(exchange, payload))
 
@@ -439,6 +441,8 @@ class Call:
             name, _, value = line.partition(b": ")
             if name != b"content-type":
                 trailers.append((name, value))
+        if error.retry_after_s is not None:  # what gRPC's own clients go by, where their policy says that they retry
+            trailers.append((b"grpc-retry-pushback-ms", b"%d" % math.ceil(1000.0 * error.retry_after_s)))
         stream.send(b"", tuple(dict(trailers).items()))
         self.forget()
 
@@ -527,7 +531,8 @@ class StreamedCall(UnaryInferCall):
         del lines
         text = bytes(payload[0])
         if status != 200 or text.startswith(b'{"error"'):
-            self._fail_one(exchange.id, orjson.loads(text)["error"])
+            document = orjson.loads(text)
+            self._fail_one(exchange.id, document["error"], document.get(RETRY_AFTER))
         else:
             self.send(_StreamInfer(infer_response=self.answer(exchange, payload)))
 
@@ -535,15 +540,17 @@ class StreamedCall(UnaryInferCall):
         try:
             super().take(body)
         except HttpError as error:
-            self._fail_one("", error.message)
+            self._fail_one("", error.message, error.retry_after_s)
 
     def refuse(self, exchange: GrpcExchange, refusal: HttpError) -> None:
         """Tell the client that a message was not let in, and go on with the next one."""
-        self._fail_one(exchange.id, refusal.message)
+        self._fail_one(exchange.id, refusal.message, refusal.retry_after_s)
 
-    def _fail_one(self, id: str, reason: str) -> None:
+    def _fail_one(self, id: str, reason: str, retry_after_s: float | None) -> None:
         answer = _StreamInfer(error_message=reason)
         answer.infer_response.id = id
+        if retry_after_s is not None:
+            answer.infer_response.parameters[RETRY_AFTER].double_param = retry_after_s
         self.send(answer)
 
     def send(self, answer: Message) -> None:

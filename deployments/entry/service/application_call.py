@@ -159,7 +159,8 @@ class ApplicationCall(InferCall, eq=False):
             assert self._interface is not None
             if self._interface.composed.outputs is None:
                 raise HttpError(400, f"unknown output '{missing}'. The answer has: {', '.join(sorted(names))}.")
-            raise HttpError(503, f"output '{missing}' is missing: its stage had no answer. Send the request again.")
+            reason = f"output '{missing}' is missing: its stage had no answer. Send the request again."
+            raise HttpError(503, reason, retry_after_s=1.0)
         return [[each for each in sample if each.name in names] for sample in samples]
 
     def given_up(self, graph: RunningGraph, refused: Refused) -> None:

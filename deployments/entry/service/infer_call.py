@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request, Samples
-from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, refuse, retry_after
+from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, refuse
 from tenuto.deployments.entry.protocols.oip_answers import JsonRows, check_finite, encode_response
 from tenuto.deployments.entry.protocols.oip_requests import PLAIN, DescribedRequest, InferRequest, check_outputs
 from tenuto.deployments.entry.service.application_counters import ApplicationCounters
@@ -253,9 +253,14 @@ class InferCall(msgspec.Struct, eq=False):
 
     def _refuse(self, refused: Refused, lines: bytes) -> None:
         """Send the response of a request that was not executed."""
-        error = HttpError(refused.http_status, refused.reason, details={"outcome": refused.outcome.word})
-        payload = error.payload(self._exchange.head.url)
-        self._reply(refused.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
+        error = HttpError(
+            refused.http_status,
+            refused.reason,
+            retry_after_s=refused.retry_after_s,
+            headers=lines,
+            details={"outcome": refused.outcome.word},
+        )
+        self._reply(error.status, error.lines(), [error.payload(self._exchange.head.url)])
 
     def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response, with the header of the trace that it belongs to."""

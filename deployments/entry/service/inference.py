@@ -294,7 +294,7 @@ class InferenceService:
                     503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy."
                 )
         if application is not None:
-            raise HttpError(503, application.problem, retry_after_s=2)
+            raise HttpError(503, application.problem, retry_after_s=application.retry_after_s)
         raise HttpError(503, f"no gpu-let of '{model.name}' is ready. Retry in a few seconds.", retry_after_s=2)
 
     # --- requests -----------------------------------------------------------------------------------------------

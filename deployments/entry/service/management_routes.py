@@ -18,7 +18,14 @@ from tenuto.deployments.entry.protocols.embeddings import EmbeddingBody, RerankB
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES, NO_SHARED_MEMORY, RequestJson, TensorSpec
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody
 from tenuto.deployments.entry.service.inference import WITHOUT_KEY, InferenceService
-from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes, make_api, plain_error
+from tenuto.deployments.operator.app import (
+    STARTING_S,
+    Watched,
+    add_error_answers,
+    add_operator_routes,
+    make_api,
+    plain_error,
+)
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.status import ModelStatus
 from tenuto.placement.versions import split_name, versioned
@@ -34,9 +41,8 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     @app.exception_handler(HttpError)
     async def _http_error(request: Request, error: HttpError) -> Response:
-        headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
-        payload = error.payload(request.url.path.encode())
-        return Response(payload, error.status, headers, media_type="application/json")
+        lines = (line.split(": ", 1) for line in error.lines().decode("latin-1").splitlines())
+        return Response(error.payload(request.url.path.encode()), error.status, dict(lines))
 
     add_error_answers(app, "this server", _error)
 
@@ -65,12 +71,13 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     @app.get("/health", tags=["generation"], summary="The same as /v2/health/ready, where vLLM's clients ask")
     @app.get("/v2/health/ready", tags=["server"], summary="Whether every gpu-let of the plan is connected")
-    async def ready() -> JSONResponse:
+    async def ready() -> dict[str, bool]:
         dispatching = service.dispatching
         if dispatching.is_ready():
-            return JSONResponse({"ready": True})
-        missing = [gpulet.id for gpulet in dispatching.gpulets() if not gpulet.up]
-        return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
+            return {"ready": True}
+        missing = ", ".join(gpulet.id for gpulet in dispatching.gpulets() if not gpulet.up)
+        reason = f"gpu-lets not connected yet: {missing}"
+        raise HttpError(503, reason, retry_after_s=STARTING_S, details={"ready": False})
 
     @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model of the key")
     async def all_statistics(request: Request) -> dict[str, Any]:
@@ -157,12 +164,13 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
         }
 
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
-    async def ready(request: Request, model: str) -> JSONResponse:
+    async def ready(request: Request, model: str) -> dict[str, Any]:
         try:
             service.interface(model, named(request))
         except HttpError as error:
-            return JSONResponse({"name": model, "ready": False, "error": error.message}, error.status)
-        return JSONResponse({"name": model, "ready": True})
+            error.details = {"name": model, "ready": False}
+            raise
+        return {"name": model, "ready": True}
 
     @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
     async def config(request: Request, model: str) -> dict[str, Any]:
@@ -252,7 +260,7 @@ _FAILURES = {
     413: "The body exceeds the limit.",
     429: "Rejected: too many requests wait; see Retry-After.",
     500: "The model raised an error for this request; the log says more under the name in `error`.",
-    503: "Not ready, or the gpu-let died with the request.",
+    503: "Not ready, or the gpu-let died with the request; see Retry-After. Without it waiting does not help.",
     504: "Expired: the deadline could not be met; the request was not executed.",
 }
 _UNASKED = {401: "No key, or one that is not known.", 403: "The key is not for this model, or another site asks."}

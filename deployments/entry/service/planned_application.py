@@ -77,7 +77,8 @@ class ApplicationInterface:
 
 class PlannedApplication:
     """An application of the plan, for requests. `model` is what they ask, as if it were a model; `interface`: None
-    before all models of its stages are known. `problem`: why it cannot be asked now; empty if it can."""
+    before all models of its stages are known. `problem`: why it cannot be asked now, empty if it can; `retry_after_s`:
+    when it may be asked again, None where its models do not fit."""
 
     def __init__(self, application: Application, times: StageTimes, choose: Callable[[str], str]) -> None:
         """Take the entry in the plan, what is known of how long stages take, and what chooses the version of a model
@@ -89,6 +90,7 @@ class PlannedApplication:
         self.functions: FunctionPool | None = None  # None: it has none, or is not known yet
         self.decoder: PlannedModel | None = None  # whose hooks make its inputs of a picture or a text
         self.problem = ""
+        self.retry_after_s: float | None = None
         self._running, self._is_retired = 0, False
 
     def follow(self, model_of: Callable[[str], PlannedModel]) -> None:
@@ -100,6 +102,7 @@ class PlannedApplication:
         if away:
             at = f"{'stage' if len(away) == 1 else 'stages'} {', '.join(away)} of '{self.model.name}'"
             self.problem = f"no gpu-let of {at} is ready. Retry in a few seconds."
+        self.retry_after_s = 2.0 if away else None
         place = None if self.interface is None else self.interface.decoder
         self.decoder = None if place is None else models[place]
         least_ms = [self.times.least_ms(stage.model) for stage in stages]

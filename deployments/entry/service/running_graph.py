@@ -230,7 +230,8 @@ class RunningGraph:
         makes."""
         pool = self._application.functions
         if pool is None:
-            self._give_up(Refused(Outcome.FAILED, f"the functions of '{self._interface.application.name}' have ended"))
+            reason = f"the functions of '{self._interface.application.name}' have ended"
+            self._give_up(Refused(Outcome.FAILED, reason, 1.0))
             return
         name = pool.name(place)
         try:

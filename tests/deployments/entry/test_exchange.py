@@ -33,4 +33,5 @@ def test_what_cannot_be_inflated_is_refused(body: bytes, encoding: bytes, status
 def test_errors_are_json_with_a_time_to_retry() -> None:
     error = HttpError(429, "busy", retry_after_s=0.2, details={"outcome": "rejected"})
     assert b"retry-after: 1\r\n" in error.lines()
-    assert error.payload() == b'{"error":"busy","outcome":"rejected"}'
+    assert error.payload() == b'{"error":"busy","outcome":"rejected","retry_after_s":0.2}'
+    assert b"retry-after: 2\r\n" in HttpError(503, "busy", retry_after_s=1.2).lines()  # never too early
