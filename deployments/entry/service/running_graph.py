@@ -59,13 +59,20 @@ class StageRequests:
     """The requests of one stage, and their answers: the outputs of each, None while it has none."""
 
     def __init__(self, graph: RunningGraph, place: int, count: int, due_ms: float) -> None:
-        self._graph, self._place = graph, place
+        self._graph: RunningGraph | None = graph
+        self._place = place
         self.due_ms, self.ended_ms, self.left = due_ms, math.nan, count  # `left` have not ended
         self.outputs: list[list[OutputTensor] | None] = [None] * count
         self.shared: dict[tuple[int, str], InputPart] = {}  # outputs in shared memory, by place and name
         self.opened: dict[int, tuple[Request, int]] = {}  # those that wait for an answer, with their places
         self.refused_ids: set[int] = set()
         self.emulated = False
+
+    def close(self) -> list[Request]:
+        """Return the requests that are open; their ends concern nobody any more. This forgets the graph, as only
+        Python's collector would free a cycle of references."""
+        opened, self.opened, self._graph = self.opened, {}, None
+        return [request for request, _ in opened.values()]
 
     def end_one(self, now_ms: float) -> float:
         """Note that a request has ended now, with or without an answer. Returns the time."""
@@ -75,16 +82,18 @@ class StageRequests:
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
         """Take an answer (`Asker`)."""
-        _, position = self.opened.pop(request.id)
-        self.outputs[position] = executed.tensors(row)
-        self.emulated |= executed.emulated
-        self._graph.answered(self._place, position)
+        _, position = self.opened.pop(request.id, (None, -1))
+        if self._graph is not None and position >= 0:
+            self.outputs[position] = executed.tensors(row)
+            self.emulated |= executed.emulated
+            self._graph.answered(self._place, position)
 
     def refused(self, request: Request, refused: Refused) -> None:
         """Learn that a request gets no answer (`Asker`)."""
         self.opened.pop(request.id, None)  # one that is turned away at once was never in there
         self.refused_ids.add(request.id)
-        self._graph.lost(self._place, refused)
+        if self._graph is not None:
+            self._graph.lost(self._place, refused)
 
 
 class RunningGraph:
@@ -156,8 +165,7 @@ class RunningGraph:
             if not self._run.is_over:
                 self._run.give_up(self._clock_ms())
             for stage in self.stages.values():
-                opened, stage.opened = stage.opened, {}
-                for request, _ in opened.values():
+                for request in stage.close():
                     self._dispatching.cancel(request)
             for call in list(self._calls):
                 call.cancel()

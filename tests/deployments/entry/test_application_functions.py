@@ -15,6 +15,7 @@ import pytest
 
 from tenuto.deployments.entry.service import process_pool
 from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.wire.tensors import pack_elements
 from tenuto.placement import Plan
 from tests.deployments.entry.test_applications import DIAMOND, WIDE, Served, nothing_is_left, outputs, plan
 from tests.instruments.live import PATIENCE_S
@@ -234,6 +235,12 @@ async def test_a_raw_body_goes_to_functions_where_no_stage_reads_it(served: Serv
     assert large.json()["prediction"] == {"y": [2.0 * (1 << 20)] * 2}
     tensor = {"name": "body", "datatype": "BYTES", "shape": [1, 1], "data": ["seven b"]}
     assert outputs(await served.infer("app", {"inputs": [tensor]})) == {"y": ([1, 2], [14.0, 14.0])}
+    packed = pack_elements([bytes(1 << 20)])
+    described = {"name": "body", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(packed)}}
+    head = json.dumps({"inputs": [described]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = await served.client.post("/v2/models/app/infer", content=head + packed, headers=headers)
+    assert outputs(answer) == {"y": ([1, 2], [2.0 * (1 << 20)] * 2)}
     metadata = (await served.client.get("/v2/models/app")).json()
     assert metadata["inputs"] == [{"name": "body", "datatype": "BYTES", "shape": [-1, 1]}]
 

@@ -4,6 +4,7 @@ does not answer."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import random
@@ -19,6 +20,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.service.running_graph import RunningGraph, StageRequests
 from tenuto.deployments.entry.service.traces import Traces
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Blocks
@@ -534,6 +536,27 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_is_left(serv
     counts = served.entry.service.application_counters.status()["app"]
     assert counts.submitted == counts.ended + counts.cancelled
     assert counts.ended >= len([each for each in statuses if each == 200])
+
+
+async def test_requests_that_have_ended_leave_nothing_to_pythons_collector(served: Served) -> None:
+    """With very many objects it stops the process for a while."""
+
+    def running() -> int:
+        return sum(isinstance(each, RunningGraph | StageRequests) for each in gc.get_objects())
+
+    await served.serve(plan(*DIAMOND))
+    gc.collect()
+    gc.disable()
+    try:
+        for error in (None, "broken"):
+            served.gpulets["sum"].error = error
+            for samples in (1, 3):
+                assert (await served.infer("app", diamond(samples))).status_code == (500 if error else 200)
+        assert (await served.infer("app", diamond(1), X_SLO_Ms="1")).status_code == 504
+        served.gpulets["sum"].error = None
+        assert running() == 0
+    finally:
+        gc.enable()
 
 
 async def test_so_many_samples_that_one_turn_would_be_long_are_refused(served: Served) -> None:
