@@ -14,7 +14,6 @@ from tenuto.deployments.entry.protocols.oip_answers import plain_values
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
 from tenuto.deployments.entry.service.infer_call import InferCall, Writer
 from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
-from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.status import StageRecord
@@ -68,7 +67,8 @@ class ApplicationCall(InferCall, eq=False):
                     self._dispatching,
                     self,
                     RequestInputs(list(parts), sizes),
-                    RunMemory(service.arena, exchange.slot),
+                    arena=service.arena,
+                    slot=exchange.slot,
                     body=self._body(),
                     arrived_ms=exchange.arrived_ms,
                     slo_ms=slo_ms,

@@ -30,7 +30,6 @@ from tenuto.deployments.entry.service.generation_call import CollectedTokens
 from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
-from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Split, traffic_splits
 from tenuto.deployments.process.limits import ANSWER_S, within
@@ -283,24 +282,27 @@ class TenutoHandle:
         reserve_ms = self._margin.reserve_ms(allowed_ms, model.alone_ms)
         placed, slot = self._placed(parts, interface.composed.signature.inputs)
         self._arena = self._arena or Arena(_ARENA_BYTES)
-        memory, asker = RunMemory(self._arena, slot), _GraphFuture()
-        if slot is not None:
-            slot.release()  # the memory of the request holds it
-        graph = RunningGraph(
-            application,
-            interface,
-            self._dispatchers,
-            asker,
-            RequestInputs(placed, sizes),
-            memory,
-            body=None,
-            arrived_ms=_now_ms(),
-            slo_ms=allowed_ms,
-            reserve_ms=reserve_ms,
-            client_id=request_id,
-            yields=False,
-            clock_ms=_now_ms,
-        )
+        asker = _GraphFuture()
+        try:
+            graph = RunningGraph(
+                application,
+                interface,
+                self._dispatchers,
+                asker,
+                RequestInputs(placed, sizes),
+                arena=self._arena,
+                slot=slot,
+                body=None,
+                arrived_ms=_now_ms(),
+                slo_ms=allowed_ms,
+                reserve_ms=reserve_ms,
+                client_id=request_id,
+                yields=False,
+                clock_ms=_now_ms,
+            )
+        finally:
+            if slot is not None:
+                slot.release()  # the graph holds it
 
         def learn(done: asyncio.Future[Answer]) -> None:
             if done.cancelled():

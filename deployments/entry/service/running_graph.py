@@ -25,6 +25,7 @@ from tenuto.deployments.entry.service.planned_application import ApplicationInte
 from tenuto.deployments.entry.service.process_pool import HookFaultError
 from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import StageRecord
 from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs
 from tenuto.errors import new_incident
@@ -107,8 +108,9 @@ class RunningGraph:
         dispatching: Dispatching,
         asker: GraphAsker,
         inputs: RequestInputs,
-        memory: RunMemory,
         *,
+        arena: Arena | None,
+        slot: Slot | None,
         body: InputPart | None,
         arrived_ms: float,
         slo_ms: float,
@@ -125,7 +127,8 @@ class RunningGraph:
             dispatching: takes the requests to models.
             asker: is told of the end.
             inputs: of the application.
-            memory: holds what lies in shared memory; this is one holder.
+            arena: for what stages hand on; None: that is sent.
+            slot: what the inputs lie in, if that is shared memory.
             body: what functions see beside the inputs: the body of a request that is no tensor.
             arrived_ms: when the request came, on the monotonic clock.
             slo_ms: time allowed from then.
@@ -137,7 +140,7 @@ class RunningGraph:
         self.arrived_ms, self.deadline_ms, self.reserve_ms = arrived_ms, arrived_ms + slo_ms, reserve_ms
         self.client_id, self.stages = client_id, dict[int, StageRequests]()
         self._application, self._interface, self._dispatching = application, interface, dispatching
-        self._asker, self._memory, self._yields, self._clock_ms = asker, memory, yields, clock_ms
+        self._asker, self._yields, self._clock_ms = asker, yields, clock_ms
         self._run = ApplicationRun(interface.graph, arrived_ms, self.deadline_ms - reserve_ms, application.times)
         specs = interface.composed.signature.at(inputs.sizes).inputs
         self._inputs = {
@@ -152,6 +155,7 @@ class RunningGraph:
         self._calls: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}  # of functions, until they return
         self._due_ms: dict[int, float] = {}  # when each stage was due
         self._is_over = False
+        self._memory = RunMemory(arena, slot)  # last, as nobody gives it back where this raises
         application.begin_run()
 
     def begin(self) -> None:

@@ -130,7 +130,10 @@ class Served(Bench):
 
     async def open_requests(self) -> dict[str, int]:
         """What waits for a batch, by model, where anything does."""
-        waiting = await self.entry.service.dispatching.waiting()
+        try:
+            waiting = await self.entry.service.dispatching.waiting()
+        except TimeoutError:  # a loop that stood still for seconds has lost its dispatcher, and finds it again
+            return {"unknown": 1}
         return {name: count for name, count in waiting.items() if count}
 
 

@@ -130,6 +130,8 @@ async def test_an_application_is_asked_as_a_model_is(start: Start) -> None:
     assert (late.outcome, late.stage_ms) == (Outcome.EXPIRED, {})
     with pytest.raises(InvalidInputError, match=r"inputs.x: is missing"):
         await handle.infer("app", {})
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        handle.submit("app", [])
     await handle.close()
 
 
