@@ -4,6 +4,8 @@ request each, by the very schedule that virtual time runs. How near the figures 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from tenuto.deployments.serve.deployment import Deployment
@@ -34,15 +36,17 @@ def planned(name: str) -> Plan:
     return solve(load_policy("symphony"), work, Cluster.parse("v100:1"), Profiles(()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_request_is_answered_and_says_what_its_stages_took(name: str, launcher: Launcher) -> None:
+@pytest.mark.parametrize(("name", "via"), [*((name, "http") for name in NAMES), ("traffic", "handle")])
+def test_each_request_is_answered_and_says_what_its_stages_took(
+    name: str, via: Literal["http", "handle"], launcher: Launcher
+) -> None:
     plan = planned(name)
     bring_up(launcher, Deployment(plan=plan, port=unused_port(), executor="emulated").config())
     url = launcher.base_url
     models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url))
     assert (applications, notes) == (plan.applications, ())
     # Long deadlines, so that a busy machine loses nothing.
-    options = BenchOptions(url, SECONDS, SEED, slo_scale=100.0, warmup_s=0.0, clients=1, grace_s=120.0)
+    options = BenchOptions(url, SECONDS, SEED, slo_scale=100.0, warmup_s=0.0, clients=1, grace_s=120.0, via=via)
     result = run_bench(models, options, applications=applications)
 
     simulated = Simulation.of_plan(plan, duration_s=SECONDS, warmup_s=0.0, seed=SEED).run()
@@ -53,5 +57,6 @@ def test_each_request_is_answered_and_says_what_its_stages_took(name: str, launc
         assert row["offered"] == expected["offered"] > 0
         assert row["ok"] + row["late"] == row["offered"] == sum(row[word] for word in OUTCOMES)
         assert row["stages"].keys() == expected["stages"].keys()
-        assert row["stages"][plan.applications[0].stages[0].label]["p50_ms"] > 0.0
+        if via == "http":  # over the handle answers do not say it
+            assert row["stages"][plan.applications[0].stages[0].label]["p50_ms"] > 0.0
     assert result.verdict.conditions["sent"] == result.verdict.conditions["scheduled"]
