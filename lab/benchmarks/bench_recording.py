@@ -47,14 +47,15 @@ def _parts() -> dict[str, Callable[[int], Any]]:
     )
     asker: Any = None  # who asked is told elsewhere
     requests = [Request(0, MODEL, 0, 100.0, 200.0, 2.0, "r-0", asker)]
-    batch = Batch(0, 0, MODEL, [(MODEL, 1)], requests, 0, 103.2, 103.7, 112.8)
+    batch = Batch(0, 0, MODEL, requests, 0, 103.2, 103.7, 112.8)
     accounts, way, ratios = Counters(), WayMeter(), LatencyRatios()
-    accounts.counters[MODEL].follow(100.0)
-    accounts.advice.follow(synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1), 0.0)
+    plan = synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1)
+    accounts.counters[MODEL].follow(plan.models[0], {})
+    accounts.advice.follow(plan, 0.0)
     recent: deque[dict[str, Any]] = deque(maxlen=1024)
 
     def meters(number: int) -> None:
-        accounts.batch_sent(batch)
+        accounts.batch_sent(batch, None)
         accounts.advice.executed(GPULET, 9.1)
         way.record_way(0.8 + 0.001 * (number % 7))
         ratios.record(0, 0, 1.0 + 0.001 * (number % 5), 0.01 * number)
