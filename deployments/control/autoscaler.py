@@ -12,7 +12,7 @@ from typing import Any
 
 from tenuto.deployments.control.settings import GpuBounds
 from tenuto.deployments.machines.joining_nodes import TYPE_LABEL, count_labelled
-from tenuto.deployments.process.ray_nodes import alive_nodes
+from tenuto.deployments.process.ray_nodes import staying_nodes
 from tenuto.profiles.gpu_types import accelerators_of
 
 
@@ -30,9 +30,9 @@ class GpuAutoscaler:
         self,
         bounds: Mapping[str, GpuBounds],
         request: Callable[[Sequence[Mapping[str, float]], Sequence[Mapping[str, str]]], None] = request_from_ray,
-        nodes: Callable[[], list[dict[str, Any]]] = alive_nodes,
+        nodes: Callable[[], list[dict[str, Any]]] = staying_nodes,
     ) -> None:
-        """Ask within bounds, by GPU type. `request` reaches the autoscaler; `nodes` returns the living nodes, as Ray
+        """Ask within bounds, by GPU type. `request` reaches the autoscaler; `nodes` returns the nodes that stay, as Ray
         describes them."""
         self._bounds, self._request, self._nodes = bounds, request, nodes
 

@@ -26,7 +26,7 @@ _FIRST_READY_S = 300.0  # limit: at the first start, a busy machine also starts 
 class ChangeState:
     """Invariant: at most one change at a time, which goes from state to state as `change_table` says. `plan` was
     applied last, `change` is under way, `proving` was made just now, `standby` are the idle processes beside the
-    plan."""
+    plan, `leaving` are GPUs whose nodes end soon."""
 
     def __init__(self, settings: ControlSettings, memory: Memory, decide: Callable[[Decision], None]) -> None:
         """Go on from memory; `decide` receives the decisions."""
@@ -36,6 +36,7 @@ class ChangeState:
         self.durations = memory.durations or Durations(settings.change.start_s, settings.change.load_s)
         self.rate_limit = ChangeRateLimit(settings.change, memory.changes_s, memory.quiet_until_s, memory.failures)
         self.gpus: tuple[Gpu, ...] = ()
+        self.leaving: frozenset[str] = frozenset()
         self.standby: tuple[Standby, ...] = ()
 
     @property
@@ -55,8 +56,8 @@ class ChangeState:
 
     @property
     def usable(self) -> tuple[Gpu, ...]:
-        """The GPUs that are present and not drained."""
-        return tuple(gpu for gpu in self.gpus if not is_at(gpu, self.plan.drained))
+        """The GPUs that are present, not drained, and stay."""
+        return tuple(gpu for gpu in self.gpus if not is_at(gpu, {*self.plan.drained, *self.leaving}))
 
     def here(self, plan: Plan, gpulets: Sequence[Gpulet] | None = None) -> Plan:
         """Return a plan with those gpu-lets (default: all of its own) whose GPUs are present."""

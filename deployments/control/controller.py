@@ -28,10 +28,10 @@ from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.version_edits import as_split, without
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.plan_edits import without_others
+from tenuto.placement.plan_edits import on_gpus, with_gpulets, without_others
 from tenuto.placement.planner import ChangeTerms, PlanRequest, Proposal, RunningPlan
 from tenuto.placement.planner.standby import taken_over
 from tenuto.placement.versions import shared_out, splits
@@ -61,6 +61,7 @@ class Controller:
         confidence = settings.canary.confidence
         self._canaries = None if confidence is None else Canaries(confidence)
         self._said: dict[object, float] = {}  # when a line that changes nothing was last noted
+        self._ends_soon = False  # a node in use, too soon to wait for room elsewhere
         self.advice: AdvisedPlan | None = None
         # The process before may have ended between an edit and its plan.
         aim = memory.plan if memory.change is None else memory.change.target
@@ -74,6 +75,7 @@ class Controller:
         """Take one look."""
         self._now_s = now_s
         news = self._estimates.observe(now_s, seen)
+        self._notice_leaving(seen.leaving)
         lost = self._notice_gpus(seen.gpus)
         late = self._gpu_requests.give_up_late(now_s, self._present)
         if late:
@@ -108,7 +110,8 @@ class Controller:
             return
         if result.plan is not None:
             models = as_declared(result.plan.models, self._workload.models)
-            result = replace(result, plan=result.plan.model_copy(update={"models": models}))
+            update = {"models": models, "drained": self.plan.drained}
+            result = replace(result, plan=result.plan.model_copy(update=update))
         self._keep_on_standby(result, "; ".join(reasons.values()))
         reasons.pop(Reason.STANDBY, None)
         if not reasons:
@@ -117,7 +120,18 @@ class Controller:
         plan, worth = result.plan, result.worth
         weighed = (now_s, reasons, result, now_s - request.since_s)
         if plan is None or not worth.pays:
+            left = self._without_leaving() if self._ends_soon and Reason.LEAVING in reasons else None
+            if left is not None and self.mode == "act" and not self.paused:
+                self._begin(left, reasons[Reason.LEAVING])
+                return
             self._mention(journal.weighed(Kind.KEPT, *weighed), *reasons)
+            return
+        if (
+            Reason.LEAVING in reasons
+            and not self._ends_soon
+            and self._short(plan).keys() - self._short(self.plan).keys()
+        ):
+            self._mention(journal.weighed(Kind.KEPT, *weighed, "what leaves serves until there is room, or no time"))
             return
         is_repeated, questions.is_repeated = questions.is_repeated, False
         if not is_repeated and self._is_outgrown(plan):
@@ -132,7 +146,9 @@ class Controller:
             if self.mode == "act":
                 self._change_state.apply(plan, line.text)
             return
-        is_saving = worth.only_saves and Reason.WORKLOAD not in reasons  # an operator asks for more than to save
+        is_saving = worth.only_saves and reasons.keys().isdisjoint(
+            {Reason.WORKLOAD, Reason.LEAVING}
+        )  # more is asked for
         obstacle = self._obstacle(saves_only=is_saving)
         if is_saving and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
@@ -323,6 +339,30 @@ class Controller:
         self._change_state.lose(self._now_s, sorted(lost))
         return True
 
+    def _notice_leaving(self, leaving: Mapping[str, float]) -> None:
+        """Note which GPUs end soon. Those in use are a reason to plan again that no failed change before delays."""
+        state, used = self._change_state, set(self.plan.used_gpus) & leaving.keys()
+        nodes = {node_of(gpu): leaving[gpu] - self._now_s for gpu in sorted(used)}
+        ends = ", ".join(
+            f"{node} ends {f'in {left_s:.0f} s' if left_s > 0 else 'soon'}" for node, left_s in nodes.items()
+        )
+        if used and leaving.keys() - state.leaving:
+            state.rate_limit.forgive()
+        enough_s = 2.0 * (state.durations.start_s + self._settings.interval_s)  # limit: for a plan and a change
+        ends_soon = any(left_s <= enough_s for left_s in nodes.values())
+        if leaving.keys() != state.leaving or ends_soon != self._ends_soon:
+            self._questions.forget_answer()
+        state.leaving, self._ends_soon = frozenset(leaving), ends_soon
+        self._set(Reason.LEAVING, used, ends)
+
+    def _without_leaving(self) -> Plan | None:
+        """Return the running plan without those gpu-lets on GPUs that end soon whose models are served elsewhere; None
+        when there are none."""
+        stays = on_gpus(self.plan, self._change_state.usable)
+        elsewhere = {replica.name for gpulet in stays.gpulets for replica in gpulet.models}
+        left = [g for g in self.plan.gpulets if g in stays.gpulets or not {r.name for r in g.models} <= elsewhere]
+        return None if len(left) == len(self.plan.gpulets) else with_gpulets(self.plan, left)
+
     def _set_came(self, has_come: object, why: str) -> None:
         if has_come and self._settings.when.came:
             self._reasons[Reason.CAME] = why
@@ -481,7 +521,12 @@ class Controller:
             tuple(_priced(gpu, prices) for gpu in self._change_state.gpus),
             self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
             RunningPlan(
-                running.model_copy(update={"models": estimates.lengths.measured(running.models)}),
+                running.model_copy(
+                    update={
+                        "models": estimates.lengths.measured(running.models),
+                        "drained": (*running.drained, *sorted(self._change_state.leaving)),
+                    }
+                ),
                 self._shared_out(estimates.traffic(ahead_s)),
                 ChangeTerms(expected_rps, self._change_state.durations, change.horizon_s, change.hysteresis),
                 growth=growth,

@@ -21,6 +21,7 @@ class GpuRequests:
         long as that each time."""
         self._bounds, self._come_s = settings.gpus, settings.change.come_s
         self._totals: dict[str, int] | None = None
+        self._present: dict[str, int] = {}  # when they were asked for
         self._since_s: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self.given_up: dict[str, float] = {}
@@ -30,17 +31,18 @@ class GpuRequests:
         self, now_s: float, needed: Mapping[str, int], present: Mapping[str, int]
     ) -> dict[str, int] | None:
         """Note how many GPUs of each type would carry everything. Return the totals to ask for; None when they are
-        asked for already, or the cluster does not grow."""
+        asked for already and no GPU has gone since, or the cluster does not grow."""
         totals = {
             kind: max(bound.min, min(bound.max, needed.get(kind, 0)))
             for kind, bound in self._bounds.items()
             if kind not in self.given_up
         }
-        if not self._bounds or totals == self._totals:
+        has_shrunk = any(present.get(kind, 0) < count for kind, count in self._present.items())
+        if not self._bounds or (totals == self._totals and not has_shrunk):
             return None
-        before, self._totals = self._totals or {}, totals
+        before, self._totals, self._present = self._totals or {}, totals, dict(present)
         for kind, count in totals.items():
-            if count > before.get(kind, 0):
+            if count > before.get(kind, 0) or (has_shrunk and kind not in self.missing):
                 self._since_s[kind] = now_s
         self.give_up_late(now_s, present)
         return totals

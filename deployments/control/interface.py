@@ -32,7 +32,8 @@ class Observation:
     took to happen, when that is not the time between the looks: a look may come late. `ready` are gpu-lets that can
     serve, standby processes included. `broken` are gpu-lets that will not, with the reason. Every other gpu-let of the
     plan is starting, loading or coming back. `gpus` are the GPUs present. `slowdowns` say, by gpu-let and program, what
-    batches since the last look took divided by what the plan says.
+    batches since the last look took divided by what the plan says. `leaving` are present GPUs whose nodes have notice
+    of their end, with the time, 0 when it is not known.
     """
 
     models: Mapping[str, ModelSeen]
@@ -41,6 +42,7 @@ class Observation:
     broken: Mapping[str, str] = field(default_factory=dict)
     slowdowns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     seconds: float | None = None
+    leaving: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

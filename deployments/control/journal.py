@@ -21,6 +21,7 @@ class Reason(StrEnum):
     """A reason to plan again."""
 
     LOST = "lost"
+    LEAVING = "leaving"
     CAME = "came"
     SLOW = "slow"
     SLO = "slo"

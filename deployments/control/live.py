@@ -61,6 +61,9 @@ class ServeSide(Protocol):
     def node_names(self) -> frozenset[str]:
         """Return the names of the living nodes: addresses, and labels as `key=value`."""
 
+    def leaving_nodes(self) -> dict[str, float]:
+        """Return the names of living nodes that end soon, with the time, 0 when it is not known."""
+
 
 class JoiningSide(Protocol):
     """Finds the GPUs of nodes that join; `JoiningNodes` on a real cluster. No call waits."""
@@ -297,7 +300,7 @@ class LiveSystem:
         if len(self._there) < len(before):
             present = {gpu.id for gpu in self._there}
             left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if present.issuperset(g.gpus))
-            return Observation(models={}, ready=self._ready & left, gpus=self._there)
+            return Observation(models={}, ready=self._ready & left, gpus=self._there, leaving=self._leaving_gpus())
         if not self._runs:  # not yet: it is being brought up
             return Observation(models={}, ready=frozenset(), gpus=self._there)
         try:
@@ -327,7 +330,14 @@ class LiveSystem:
             broken=self._broken(states),
             slowdowns={gpulet.id: gpulet.slowdown for gpulet in status.gpulets if gpulet.slowdown},
             seconds=seconds,
+            leaving=self._leaving_gpus(),
         )
+
+    def _leaving_gpus(self) -> dict[str, float]:
+        """Return the present GPUs whose nodes end soon, with the time."""
+        ends_s = self._serve.leaving_nodes()
+        names = {gpu.id: gpu.label or gpu.address or "" for gpu in self._there} if ends_s else {}
+        return {gpu: ends_s[name] for gpu, name in names.items() if name in ends_s}
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs on living nodes. Of MIG instances that exclude each other, return the plan's; none that was

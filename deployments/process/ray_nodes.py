@@ -15,6 +15,20 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in within(ANSWER_S, ray.nodes) if node["Alive"]]
 
 
+def draining_nodes() -> dict[str, float]:
+    """Return the ids of the nodes that Ray drains, each with the time when it ends, in seconds since the epoch; 0 when
+    Ray does not know it."""
+    from ray._private.state import state
+
+    return {str(node): ends_ms / 1000.0 for node, ends_ms in within(ANSWER_S, state.get_draining_nodes).items()}
+
+
+def staying_nodes() -> list[dict[str, Any]]:
+    """Return the living nodes that Ray does not drain, as Ray describes them."""
+    leaving = draining_nodes()
+    return [node for node in alive_nodes() if node["NodeID"] not in leaving]
+
+
 def on_node(node_id: str, run: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function in a task on a node, once, beside what keeps its cores busy; return Ray's reference to its
     answer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tenuto import __version__
 from tenuto.deployments.process.limits import ANSWER_S
-from tenuto.deployments.process.ray_nodes import alive_nodes, on_node
+from tenuto.deployments.process.ray_nodes import alive_nodes, draining_nodes, on_node
 from tenuto.deployments.serve.building import deploy_applications, start_controller
 from tenuto.deployments.serve.config import (
     CONTROL_APPLICATION,
@@ -117,6 +117,13 @@ class Applications:
             if not nobody_listens(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
             for name in _names_of(node)
         )
+
+    def leaving_nodes(self) -> dict[str, float]:
+        """Return the names of living nodes that Ray drains, as `node_names` has them, with `draining_nodes`' times."""
+        ends_s = draining_nodes()
+        if not ends_s:
+            return {}
+        return {name: ends_s[n["NodeID"]] for n in alive_nodes() if n["NodeID"] in ends_s for name in _names_of(n)}
 
     def others_at(self, names: Collection[str]) -> list[str]:
         """Return, in words and once each, which of our processes beside gpu-lets, and of Ray's, run on the named

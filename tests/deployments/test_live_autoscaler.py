@@ -1,13 +1,16 @@
-"""Ray's own autoscaler brings emulated GPUs of the type that the controller asks for, and takes them back."""
+"""Ray's own autoscaler brings emulated GPUs of the type that the controller asks for, replaces a node that
+has notice of its end, and takes them back."""
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tenuto.deployments.control.operations import Operations
-from tenuto.deployments.process.ray_nodes import alive_nodes
+from tenuto.deployments.process.ray_nodes import alive_nodes, staying_nodes
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.placement.cluster import node_of
@@ -19,15 +22,27 @@ from tests.instruments.plans import make_plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-PLAN = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=1000.0, rate_rps=20.0)
+ANYWHERE = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=1000.0, rate_rps=20.0)
+PLAN = ANYWHERE.model_copy(update={"gpus": tuple(g.model_copy(update={"address": HEAD}) for g in ANYWHERE.gpus)})
 MORE = {"name": "b", "rate_rps": 700, "slo_ms": 1000, "latency": {"alpha_ms": 1.0, "beta_ms": 4.0}}
 PRICES = {"a100": 0.1, "t4": 9.0, "v100": 0.05}
 
 
 def joined() -> list[str]:
-    """Return the accelerator types of the nodes that the autoscaler brought."""
-    nodes = [node for node in alive_nodes() if node["NodeManagerAddress"] != HEAD]
+    """Return the accelerator types of the nodes that the autoscaler brought, without those that have notice."""
+    nodes = [node for node in staying_nodes() if node["NodeManagerAddress"] != HEAD]
     return sorted(node["Labels"]["ray.io/accelerator-type"] for node in nodes)
+
+
+def give_notice(address: str, name: str) -> None:
+    """Say that a node of the plan ends in ten minutes, as who takes a spot machine away does."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    (node,) = (str(node["NodeID"]) for node in alive_nodes() if name == f"ray-{str(node['NodeID'])[-12:]}")
+    reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    is_accepted, why = GcsClient(address=address).drain_node(node, reason, "a test", int(1000 * (time.time() + 600.0)))
+    assert is_accepted, why
 
 
 def nodes_of(url: str) -> set[str]:
@@ -35,7 +50,7 @@ def nodes_of(url: str) -> set[str]:
     return {node_of(gpulet.rpartition("/")[0]) for gpulet in pids(url)}
 
 
-def test_gpus_come_by_type_serve_and_go_back(own_ray: None) -> None:
+def test_gpus_come_by_type_serve_leave_with_notice_and_go_back(own_ray: None) -> None:
     import ray
 
     bounds = {kind: {"max": 2 * (kind != "v100"), "price_per_hour": price} for kind, price in PRICES.items()}
@@ -56,19 +71,31 @@ def test_gpus_come_by_type_serve_and_go_back(own_ray: None) -> None:
                 assert operator.deploy(deployment, "a test", ground=(Profiles([]), gpus_of(PLAN)))
                 url, controller = operator.base_url, operator.controller()
                 until(lambda: nodes_of(url) == {"n0"})
-                with asking(url, ["a"]) as answers:
+                with asking(url, ["a"]) as answers, ExitStack() as also:
                     controller.set_model(MORE, add=True)
                     until(lambda: joined() == ["A100"])
                     until(lambda: len(nodes_of(url)) == 2 and infer(url, "b")[0] == 200)
                     (name,) = nodes_of(url) - {"n0"}
                     assert name.startswith("ray-")
                     assert not controller.state().missing_gpus
+                    others = also.enter_context(asking(url, ["b"]))
+                    give_notice(address, name)
+                    until(lambda: len(nodes_of(url) - {"n0", name}) == 1 and name not in nodes_of(url))
+                    assert joined() == ["A100"]
+                    count = len(others)
+                    until(lambda: len(others) > count + 5)
+                    also.close()
+                    assert {status for status, _ in others} == {200}, [
+                        (i, each) for i, each in enumerate(others) if each[0] != 200
+                    ]
                     controller.remove_model("b")
                     until(lambda: joined() == [])
                     until(lambda: nodes_of(url) == {"n0"})
                     count = len(answers)
                     until(lambda: len(answers) > count + 5)
-                assert {status for status, _ in answers} == {200}
+                assert {status for status, _ in answers} == {200}, [
+                    (i, each) for i, each in enumerate(answers) if each[0] != 200
+                ]
                 assert "asked" in {line.kind for line in controller.log(500)}
                 operator.delete()
         finally:

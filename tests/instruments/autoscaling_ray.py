@@ -54,6 +54,7 @@ def autoscaling_ray(head_gpus: int, kinds: Mapping[str, int]) -> Iterator[str]:
             "gcs_address": f"{HEAD}:{port}",
             "head_node_id": _HEAD_ID,
             "launch_multiple": True,
+            "disable_node_updaters": True,  # they install Ray by SSH
         },
         "head_node_type": "ray.head.default",
         "available_node_types": {
@@ -72,6 +73,7 @@ def autoscaling_ray(head_gpus: int, kinds: Mapping[str, int]) -> Iterator[str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_FAKE_CLUSTER": "1",
+        "RAY_raylet_start_wait_time_s": "300",  # a busy machine is no fault
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID,

@@ -30,6 +30,7 @@ class Desk:
         self.lost = dict.fromkeys(self.rates, 0.0)  # part of the requests
         self.ratios: dict[str, dict[str, float]] = {}
         self.not_ready: set[str] = set()
+        self.leaving: dict[str, float] = {}  # when GPUs end
         self.broken: dict[str, str] = {}
         self.answer: Proposal | str | None = None  # what the planner says; None: nothing yet
         self.questions: list[MakePlan] = []
@@ -55,7 +56,8 @@ class Desk:
             )
             if self.applied:
                 ready |= {gpulet.id for gpulet in self.applied[-1].standby}
-            self.controller.observe(self.now_s, Observation(models, ready, self.gpus, self.broken, self.ratios))
+            seen = Observation(models, ready, self.gpus, self.broken, self.ratios, leaving=self.leaving)
+            self.controller.observe(self.now_s, seen)
             self.take()
 
     def take(self) -> None:

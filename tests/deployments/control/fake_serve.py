@@ -26,6 +26,7 @@ class FakeServe:
         self._loading: dict[str, tuple[float, dict[str, int]]] = {}  # until when, and what then
         self.broken: dict[str, str] = {}
         self.dead_nodes: set[str] = set()
+        self.leaving: dict[str, float] = {}
         self.is_silent = False
         self.counts: dict[str, dict[str, int]] = {}
         self.unserved: list[tuple[float, str]] = []
@@ -93,6 +94,9 @@ class FakeServe:
 
     def node_names(self) -> frozenset[str]:
         return frozenset({"10.0.0.1", "10.0.0.2"} - self.dead_nodes)
+
+    def leaving_nodes(self) -> dict[str, float]:
+        return self.leaving
 
     # --- the gateways -----------------------------------------------------------------------------------------------
 

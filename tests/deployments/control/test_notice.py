@@ -1,0 +1,102 @@
+"""Nodes with notice of their end: emptied before it, room elsewhere first."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.deployments.control.live import LiveSystem
+from tenuto.deployments.serve.deployment import Deployment
+from tests.deployments.control.desk import PlanningDesk
+from tests.deployments.control.fake_serve import FakeServe
+from tests.instruments.plans import gpu, make_plan
+
+ONE = make_plan({"n0/0/a": (100.0, ["a"])})  # made for 50 r/s, carries 600
+BOTH = make_plan({"n0/0/a": (100.0, ["a"]), "n1/0/a": (100.0, ["a"])})
+
+
+def used(desk: PlanningDesk) -> set[str]:
+    return set(desk.controller.plan.used_gpus)
+
+
+def test_what_a_leaving_node_serves_starts_elsewhere_before_it_ends_there() -> None:
+    desk = PlanningDesk(ONE, [gpu("n0/0"), gpu("n1/0")], {"when": {"underused": None}})
+    desk.look(5)
+    desk.leaving = {"n0/0": desk.now_s + 21.0}
+    desk.look()
+    assert "n0 ends in 20 s" in desk.text("change")
+    held = {gpulet.gpu for apply in desk.applied for gpulet in apply.plan.gpulets}
+    assert held == {"n0/0", "n1/0"}  # both, then the new one alone
+    desk.look(5)
+    assert used(desk) == {"n1/0"}
+    assert desk.text("changed").startswith("n0 ends in 20 s")
+    desk.gpus = desk.gpus[1:]
+    desk.leaving = {}
+    desk.look(30)
+    assert not {"lost", "stuck"} & set(desk.kinds())
+    desk.gpus = (*desk.gpus, gpu("n0/0"))
+    desk.rates["a"] = 1100.0
+    desk.look(60)
+    assert used(desk) == {"n0/0", "n1/0"}  # it came back
+    assert desk.controller.plan.drained == ()
+
+
+def test_without_room_only_what_is_served_elsewhere_ends_before_the_node() -> None:
+    desk = PlanningDesk(BOTH, [gpu("n0/0"), gpu("n1/0")], {"when": {"underused": None}})
+    desk.rates["a"] = 1100.0
+    desk.look(30)
+    desk.leaving = {"n0/0": 0.0}
+    desk.look(10)
+    assert used(desk) == {"n1/0"}
+    assert "n0 ends soon" in desk.text("changed")
+    alone = PlanningDesk(ONE, [gpu("n0/0")], {"when": {"underused": None}})
+    alone.leaving = {"n0/0": 30.0}
+    alone.look(10)
+    assert used(alone) == {"n0/0"}  # it serves as long as it can
+    alone.gpus = (*alone.gpus, gpu("n5/0"))
+    alone.look(20)
+    assert used(alone) == {"n5/0"}
+
+
+def test_a_grown_cluster_asks_for_what_takes_a_leaving_nodes_place() -> None:
+    desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": {"v100": {"max": 2}}})
+    desk.leaving = {"n0/0": 120.0}
+    desk.look(10)
+    assert (desk.wanted[-1].by_type, desk.wanted[-1].more) == ({"v100": 1}, {"v100": 1})
+
+
+def test_a_node_with_time_left_serves_until_there_is_room_or_no_time() -> None:
+    for comes in (True, False):
+        desk = PlanningDesk(BOTH, [gpu("n0/0"), gpu("n1/0")], {"gpus": {"v100": {"max": 4}}})
+        desk.rates["a"] = 1100.0
+        desk.look(30)
+        desk.leaving = {"n0/0": desk.now_s + 600.0}
+        desk.look(60)
+        assert used(desk) == {"n0/0", "n1/0"}
+        assert desk.wanted[-1].more == {"v100": 1}
+        assert "until there is room, or no time" in desk.text("kept")
+        if comes:
+            desk.gpus = (*desk.gpus, gpu("n2/0"))
+        desk.look(60)
+        assert used(desk) == ({"n1/0", "n2/0"} if comes else {"n0/0", "n1/0"})
+        desk.look(440)
+        assert used(desk) == ({"n1/0", "n2/0"} if comes else {"n1/0"})
+
+
+@pytest.mark.parametrize("mode", ["advise", "off"])
+def test_who_does_not_act_changes_nothing(mode: str) -> None:
+    desk = PlanningDesk(BOTH, [gpu("n0/0"), gpu("n1/0")], {"mode": mode})
+    desk.leaving = {"n0/0": 30.0}
+    desk.look(10)
+    assert not desk.applied
+
+
+def test_the_gpus_of_nodes_that_ray_drains_are_leaving() -> None:
+    deployment = Deployment(plan=ONE)
+    serve = FakeServe(deployment)
+    gpus = [gpu("n0/0"), gpu("n1/0").model_copy(update={"address": "10.0.0.1"})]
+    gpus += [gpu("n2/0").model_copy(update={"label": "10.0.0.2"})]
+    system = LiveSystem(deployment, serve, serve.status, tuple(gpus))
+    serve.leaving = {"10.0.0.2": 7.0, "rack=b7": 7.0}
+    seen = system.look(1.0)
+    assert seen is not None
+    assert seen.leaving == {"n2/0": 7.0}
