@@ -217,6 +217,8 @@ def make_application_load(
         blocks.append(_Requests(mine, np.zeros(len(mine), dtype=bool), index[spec.name], 0, spec.slo_ms))
     for place, app in enumerate(applications, len(alone)):
         blocks += _stage_requests(app, np.flatnonzero(drawn == place), index, seed)
+    if not blocks:
+        blocks.append(_Requests(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), 0, 0, 0.0))
     entry = np.concatenate([each.entry for each in blocks])
     stage = np.concatenate([np.full(len(each.entry), each.stage, dtype=np.int32) for each in blocks])
     is_later = np.concatenate([each.is_later for each in blocks])

@@ -86,7 +86,7 @@ class ControlledSimulation:
 
     def _load(self, rate_scale: float) -> tuple[ControlledLoad, Joins]:
         models = beside(self.workload.models, self.folder)
-        applications = beside(self.workload.applications, self.folder)
+        applications = beside(self.plan.applications or self.workload.applications, self.folder)  # as it splits them
         load = make_application_load(models, applications, self.duration_s, self.seed, rate_scale)
         arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
         joins = Joins(load, response_ms=self.network.response_ms)

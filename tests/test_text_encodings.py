@@ -10,7 +10,7 @@ PRODUCT = ("profiles", "mps", "placement", "batching", "deployments", "loadgen",
 PATH_METHODS = {"read_text": (0, None), "write_text": (1, None), "open": (2, 0)}
 FUNCTIONS = {"open": (3, 1), "os.fdopen": (3, 1), "io.open": (3, 1)}
 TEMPORARY = ("NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile")
-NO_PATHS = ("os", "Image", "sender", "super()")  # what has an `open` that opens no text
+NO_PATHS = ("os", "Image", "sender", "self._sender", "super()")  # what has an `open` that opens no text
 
 
 def is_in_the_locales_encoding(call: ast.Call) -> bool:

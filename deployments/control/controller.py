@@ -75,9 +75,10 @@ class Controller:
         """Take one look."""
         self._now_s = now_s
         news = self._estimates.observe(now_s, seen)
-        self._notice_leaving(seen.leaving)
+        if seen.leaving or self._change_state.leaving:
+            self._notice_leaving(seen.leaving)
         lost = self._notice_gpus(seen.gpus)
-        late = self._gpu_requests.give_up_late(now_s, self._present)
+        late = self._gpu_requests.give_up_late(now_s, self._present) if self._settings.gpus else {}
         if late:
             self._questions.forget_answer()
             self.note(journal.gpus_late(now_s, late, self._settings.change.come_s))

@@ -18,13 +18,13 @@ from tenuto_lab.advice_series import advice_over_time
 @click.option(
     "--window-s", type=click.FloatRange(min=0, min_open=True), default=10.0, help="Length of a window in seconds."
 )
-def command(asked: VirtualArguments, window_s: float) -> None:
+def command(arguments: VirtualArguments, window_s: float) -> None:
     """Run PLAN or WORKLOAD as `tenuto simulate` does, and print the advice of every window without following it.
 
     Example: tenuto advice workload.yaml --gpus v100:4 --window-s 5
     """
     options = AutoscaleOptions(window_s=window_s)
-    series = advice_over_time(asked.simulation().run().result, options)
+    series = advice_over_time(arguments.simulation().run().result, options)
     if printed_as_json({"advice": [asdict(advice) for advice in series]}):
         return
     print_table(
