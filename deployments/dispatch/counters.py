@@ -17,8 +17,8 @@ from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Hist
 from tenuto.deployments.dispatch.in_flight import Batch, OpenGeneration, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus, OutcomeCounts, SizeCounts
-from tenuto.outcome import Rule
+from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus, SizeCounts
+from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
@@ -116,11 +116,7 @@ class Counters:
         good, count = sum([now_ms <= request.deadline_ms for request in ended]), len(ended)
         if requests[0].sizes:
             for request in ended:
-                of_size = counters.of_size(request)
-                if now_ms <= request.deadline_ms:
-                    of_size.ok += 1
-                else:
-                    of_size.late += 1
+                counters.of_size(request).count(Outcome.OK if now_ms <= request.deadline_ms else Outcome.LATE)
         counters.inferences += len(requests)
         counters.ok += good
         counters.late += count - good
@@ -142,7 +138,7 @@ class Counters:
             if request.sizes:
                 counters = self.counters[request.name]
                 of_size = counters.by_size[-1] if refused.rule is Rule.SIZE else counters.of_size(request)
-                _count(of_size, refused)
+                of_size.count(refused.outcome)
         self.ended.add_refused(
             request.client_id, request.name, request.arrived_ms, request.deadline_ms, refused, now_ms, request.sizes
         )
@@ -164,7 +160,7 @@ class Counters:
     def _refused(self, model: str, arrived_ms: float, refused: Refused, now_ms: float) -> None:
         counters = self.counters[model]
         counters.failed_ms += max(0.0, now_ms - arrived_ms)
-        _count(counters, refused)
+        counters.count(refused.outcome)
         if not counters.shadow:
             self.advice.ended(bad=1)
 
@@ -223,8 +219,3 @@ class Counters:
                 of_size = counters.of_size(batch.requests[row])
                 of_size.input_elements += prod(own[row])
                 of_size.computed_elements += computed
-
-
-def _count(counts: OutcomeCounts, refused: Refused) -> None:
-    word = refused.outcome.word
-    setattr(counts, word, getattr(counts, word) + 1)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, SizeCounts, SystemStatus
+from tenuto.outcome import OUTCOMES
 
 Count = TypeVar("Count", int, float)
 
@@ -148,7 +149,7 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
 
 
 def _grown_size(then: SizeCounts, now: SizeCounts) -> SizeCounts:
-    counts = ("ok", "late", "expired", "rejected", "failed", "input_elements", "computed_elements")
+    counts = (*OUTCOMES, "input_elements", "computed_elements")
     return SizeCounts(sizes=now.sizes, **{name: _grown(getattr(then, name), getattr(now, name)) for name in counts})
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.mps.others import OtherProcess
-from tenuto.outcome import OUTCOMES
+from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.profiles.networks.catalogue import ModelSignature
 
 
@@ -60,6 +60,10 @@ class OutcomeCounts(msgspec.Struct, kw_only=True):
         """The requests that ended but not in time."""
         return self.late + self.expired + self.rejected + self.failed
 
+    def count(self, outcome: Outcome) -> None:
+        """Count a request that ended so."""
+        setattr(self, outcome.word, getattr(self, outcome.word) + 1)
+
 
 class SizeCounts(OutcomeCounts, kw_only=True):
     """The requests of one size class of a model, by outcome. `sizes`: the largest of the class, by name; None: of
@@ -82,32 +86,45 @@ class SizeCounts(OutcomeCounts, kw_only=True):
         return "other" if self.sizes is None else ",".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
-class ModelCounts(OutcomeCounts, kw_only=True):
-    """The requests of one model by outcome since its dispatcher started, and what the plan expects of the model.
+class RequestCounts(OutcomeCounts, kw_only=True):
+    """The requests of one model or application by outcome since its dispatcher or its gateways started.
 
     `submitted` requests were asked for; they ended `ok`, `late`, `expired`, `rejected` or `failed`, or their client
-    went away (`cancelled`). A request may ask for several samples: `samples` were asked for, `inferences` ran,
-    `batches` and `batched` samples were sent to gpu-lets, and `queued` wait for a batch now. `failed_ms` is the time
-    from arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms).
-    Planned figures are None where the plan expects nothing. Its dispatcher counts in it. `share_pct` and `shadow`: what
-    a version is sent of its model's requests. `prompt_tokens` and `generated_tokens`: those of generations that ended;
-    `written_tokens`: all that came, whatever becomes of their generation. `by_size`: of a model whose requests vary in
-    size, its size classes, smallest first.
+    went away (`cancelled`). A request may ask for several samples: `samples` were asked for, and `inferences` ran.
+    `failed_ms` is the time from arrival to refusal, summed over refused requests, `last_ms` when the last answer left
+    (Unix time in ms).
     """
 
-    counted_at_s: float = 0.0
     submitted: int = 0
     cancelled: int = 0
     samples: int = 0
     inferences: int = 0
-    batches: int = 0
-    batched: int = 0
-    mean_batch: float | None = None
-    execution_p50_ms: float | None = None
     failed_ms: float = 0.0
     last_ms: int = 0
     slo_ms: float = 0.0
     rate_rps: float = 0.0
+
+    @property
+    def under_way(self) -> int:
+        """The requests that have not ended."""
+        return self.submitted - self.ended - self.cancelled
+
+
+class ModelCounts(RequestCounts, kw_only=True):
+    """The requests of one model, and what the plan expects of the model.
+
+    `batches` and `batched` samples were sent to gpu-lets, and `queued` wait for a batch now. Planned figures are None
+    where the plan expects nothing. Its dispatcher counts in it. `share_pct` and `shadow`: what a version is sent of its
+    model's requests. `prompt_tokens` and `generated_tokens`: those of generations that ended; `written_tokens`: all
+    that came, whatever becomes of their generation. `by_size`: of a model whose requests vary in size, its size
+    classes, smallest first.
+    """
+
+    counted_at_s: float = 0.0
+    batches: int = 0
+    batched: int = 0
+    mean_batch: float | None = None
+    execution_p50_ms: float | None = None
     planned_goodput_rps: float | None = None
     planned_latency_ms: float | None = None
     queued: int = 0
@@ -139,25 +156,7 @@ class ModelStatus(ModelCounts, kw_only=True):
         return ModelCounts(**{name: getattr(self, name) for name in ModelCounts.__struct_fields__})
 
 
-class ApplicationCounts(OutcomeCounts, kw_only=True):
-    """The requests of one application by outcome since its gateways started, as `ModelCounts` has those of a model."""
-
-    submitted: int = 0
-    cancelled: int = 0
-    samples: int = 0
-    inferences: int = 0
-    failed_ms: float = 0.0
-    last_ms: int = 0
-    slo_ms: float = 0.0
-    rate_rps: float = 0.0
-
-    @property
-    def under_way(self) -> int:
-        """The requests that have not ended."""
-        return self.submitted - self.ended - self.cancelled
-
-
-class ApplicationStatus(ApplicationCounts, kw_only=True):
+class ApplicationStatus(RequestCounts, kw_only=True):
     """Counts with distributions of answered requests, in seconds: from arrival to answer, and of each stage from when
     it was due to its last answer."""
 
@@ -166,8 +165,8 @@ class ApplicationStatus(ApplicationCounts, kw_only=True):
 
     def as_model(self) -> ModelStatus:
         """Return the same counts as those of a model that runs no batches."""
-        names = (*OutcomeCounts.__struct_fields__, *ApplicationCounts.__struct_fields__)
-        return ModelStatus(**{name: getattr(self, name) for name in names}, latency_s=self.latency_s)
+        counts = {name: getattr(self, name) for name in RequestCounts.__struct_fields__}
+        return ModelStatus(**counts, latency_s=self.latency_s)
 
 
 # --- gpu-lets ---------------------------------------------------------------------------------------------------------

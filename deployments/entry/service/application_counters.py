@@ -10,8 +10,8 @@ from itertools import islice
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.wire.answers import Refused
-from tenuto.deployments.wire.status import ApplicationCounts, ApplicationStatus, EndedRequest, StageRecord
-from tenuto.outcome import OUTCOMES
+from tenuto.deployments.wire.status import ApplicationStatus, EndedRequest, RequestCounts, StageRecord
+from tenuto.outcome import Outcome
 from tenuto.placement.application import Application
 
 _KEPT = 4096  # limit: requests that the log shows, as of models
@@ -21,7 +21,7 @@ class _Counters:
     """The counts of one application. When its SLO or stages change, its histograms start anew."""
 
     def __init__(self) -> None:
-        self.counts = ApplicationCounts()
+        self.counts = RequestCounts()
         self.latency_s = Histogram()
         self.stage_s: dict[str, Histogram] = {}
 
@@ -35,7 +35,7 @@ class _Counters:
     def status(self) -> ApplicationStatus:
         """Return the counts so far."""
         stage_s = {label: histogram.buckets() for label, histogram in self.stage_s.items()}
-        fields = {name: getattr(self.counts, name) for name in ApplicationCounts.__struct_fields__}
+        fields = {name: getattr(self.counts, name) for name in RequestCounts.__struct_fields__}
         return ApplicationStatus(**fields, latency_s=self.latency_s.buckets(), stage_s=stage_s)
 
 
@@ -88,11 +88,11 @@ class ApplicationCounters:
             ended: the refusal, or how many samples were answered.
         """
         refused = None if isinstance(ended, int) else ended
-        word = OUTCOMES[took_ms > slo_ms] if refused is None else refused.outcome.word
+        outcome = refused.outcome if refused is not None else Outcome.LATE if took_ms > slo_ms else Outcome.OK
         record = EndedRequest(
             id=client_id,
             model=application,
-            outcome=word,
+            outcome=outcome.word,
             received_at_s=time.time() - took_ms / 1000.0,
             answered_ms=took_ms,
             reason=None if refused is None else refused.reason or None,
@@ -103,7 +103,7 @@ class ApplicationCounters:
         if (counters := self._counters.get(application)) is None:
             return  # the plan has it no more
         counts = counters.counts
-        setattr(counts, word, getattr(counts, word) + 1)
+        counts.count(outcome)
         if isinstance(ended, Refused):
             counts.failed_ms += took_ms
             return

@@ -48,7 +48,7 @@ class VisibleTensors(NamedTuple):
 
 
 class FunctionPool:
-    """The functions of one application. ResultTensor, used and closed on one event loop."""
+    """The functions of one application. Made, used and closed on one event loop."""
 
     def __init__(self, application: Application, models: Sequence[ModelSignature], *, hangs_s: float = HANGS_S) -> None:
         """Start the processes.
