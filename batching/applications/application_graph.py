@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 
 from tenuto.placement.application import Application
 
@@ -55,14 +56,7 @@ class ApplicationGraph:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """All stages, each behind those that it waits for."""
-        order: list[int] = []
-        while len(order) < len(self.stages):
-            order += [
-                place
-                for place, stage in enumerate(self.stages)
-                if place not in order and {*order}.issuperset(stage.before)
-            ]
-        return tuple(order)
+        return tuple(TopologicalSorter({place: stage.before for place, stage in enumerate(self.stages)}).static_order())
 
     def longest_behind(self, each: Sequence[float]) -> list[float]:
         """Return, for every stage, the largest sum over a path of the stages behind it, without its own value."""

@@ -19,7 +19,8 @@ class ApplicationRun:
     must be answered by `deadline_ms`, `answered` or `lost`. Times are ms on the driver's clock. When the run ends
     otherwise than by `lost` or its last answer, the driver calls `give_up`.
 
-    `stage_ms` is how long each stage took from when it was due; NaN if it is not complete.
+    `due_ms` is when each stage was due, and `stage_ms` how long it took from then; NaN if it was not, or is not
+    complete.
     """
 
     def __init__(self, graph: ApplicationGraph, arrived_ms: float, deadline_ms: float, times: StageTimes) -> None:
@@ -29,7 +30,7 @@ class ApplicationRun:
         self._left = [0] * len(graph.stages)  # requests of each stage without an answer, once it is expanded
         self._open = len(graph.stages)  # stages that are not complete
         self._due: list[int] = []
-        self._due_ms = [math.nan] * len(graph.stages)  # when each stage was due
+        self.due_ms = [math.nan] * len(graph.stages)
         self.stage_ms = [math.nan] * len(graph.stages)
         self.is_over = False
 
@@ -105,7 +106,7 @@ class ApplicationRun:
             self._complete(stage, now)
 
     def _complete(self, stage: int, now: float) -> None:
-        self.stage_ms[stage] = now - self._due_ms[stage]
+        self.stage_ms[stage] = now - self.due_ms[stage]
         self._open -= 1
         self.is_over = not self._open
         for later in self.graph.stages[stage].later:
@@ -114,5 +115,5 @@ class ApplicationRun:
                 self._become_due(later, now)
 
     def _become_due(self, stage: int, now: float) -> None:
-        self._due_ms[stage] = now
+        self.due_ms[stage] = now
         self._due.append(stage)

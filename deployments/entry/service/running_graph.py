@@ -59,10 +59,9 @@ class GraphAsker(Protocol):
 class StageRequests:
     """The requests of one stage, and their answers: the outputs of each, None while it has none."""
 
-    def __init__(self, graph: RunningGraph, place: int, count: int, due_ms: float) -> None:
+    def __init__(self, graph: RunningGraph, place: int, count: int) -> None:
         self._graph: RunningGraph | None = graph
         self._place = place
-        self.due_ms, self.ended_ms, self.left = due_ms, math.nan, count  # `left` have not ended
         self.outputs: list[list[OutputTensor] | None] = [None] * count
         self.shared: dict[tuple[int, str], InputPart] = {}  # outputs in shared memory, by place and name
         self.opened: dict[int, tuple[Request, int]] = {}  # those that wait for an answer, with their places
@@ -74,12 +73,6 @@ class StageRequests:
         Python's collector would free a cycle of references."""
         opened, self.opened, self._graph = self.opened, {}, None
         return [request for request, _ in opened.values()]
-
-    def end_one(self, now_ms: float) -> float:
-        """Note that a request has ended now, with or without an answer. Returns the time."""
-        self.left -= 1
-        self.ended_ms = now_ms
-        return now_ms
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
         """Take an answer (`Asker`)."""
@@ -153,7 +146,6 @@ class RunningGraph:
             at = part.offset + LENGTH_BYTES if part.arena else 0
             self._body = InputPart(memoryview(part.data)[LENGTH_BYTES:], "", part.arena, at)
         self._calls: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}  # of functions, until they return
-        self._due_ms: dict[int, float] = {}  # when each stage was due
         self._is_over = False
         self._memory = RunMemory(arena, slot)  # last, as nobody gives it back where this raises
         application.begin_run()
@@ -183,14 +175,14 @@ class RunningGraph:
 
     def records(self) -> dict[str, StageRecord]:
         """Return what became of each stage that is complete, by label."""
-        labels, came_ms = [stage.label for stage in self._interface.graph.stages], self.arrived_ms
-        return {
-            labels[place]: StageRecord(
-                round(stage.due_ms - came_ms, 3), round(stage.ended_ms - came_ms, 3), len(stage.outputs)
-            )
-            for place, stage in self.stages.items()
-            if not stage.left
-        }
+        labels, run = [stage.label for stage in self._interface.graph.stages], self._run
+        records = {}
+        for place, stage in self.stages.items():
+            if not math.isnan(run.stage_ms[place]):
+                begin_ms = run.due_ms[place] - self.arrived_ms
+                end_ms = begin_ms + run.stage_ms[place]
+                records[labels[place]] = StageRecord(round(begin_ms, 3), round(end_ms, 3), len(stage.outputs))
+        return records
 
     # --- stages -------------------------------------------------------------------------------------------------
 
@@ -209,7 +201,6 @@ class RunningGraph:
 
     def _begin_stage(self, place: int) -> None:
         stage, now_ms = self._interface.application.stages[place], self._clock_ms()
-        self._due_ms[place] = now_ms
         if self._run.cannot_end(place, now_ms):
             reason = f"stage '{stage.label}' and what follows cannot end by the deadline. Raise the SLO or add GPUs"
             self._give_up(Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE))
@@ -275,9 +266,7 @@ class RunningGraph:
     def _send(self, place: int, samples: Sequence[RequestInputs]) -> None:
         """Ask a model for all requests of a stage."""
         now_ms = self._clock_ms()
-        requests = self.stages[place] = StageRequests(self, place, len(samples), self._due_ms[place])
-        if not samples:
-            requests.ended_ms = now_ms
+        self.stages[place] = StageRequests(self, place, len(samples))
         due = self._run.expand(place, len(samples), now_ms)
         self._send_some(place, samples, 0)
         self._begin_stages(due)
@@ -323,7 +312,7 @@ class RunningGraph:
             self._guarded(lambda: self._answered(place, position))
 
     def _answered(self, place: int, position: int) -> None:
-        now_ms = self.stages[place].end_one(self._clock_ms())
+        now_ms = self._clock_ms()
         if self._interface.handed_on[place]:
             self._share(place, position)
         self._begin_stages(self._run.answered(place, now_ms))
@@ -337,7 +326,6 @@ class RunningGraph:
             label = self._interface.graph.stages[place].label
             self._give_up(structs.replace(refused, reason=f"stage '{label}': {refused.reason}"))
         else:
-            self.stages[place].end_one(now_ms)
             self._guarded(lambda: self._begin_stages(self._run.due()))
 
     def _give_up(self, refused: Refused) -> None:
