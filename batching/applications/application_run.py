@@ -61,13 +61,13 @@ class ApplicationRun:
         return self.due()
 
     def lost(self, stage: int, now: float) -> bool:
-        """Take note that a request of a stage gets no answer. Returns whether the run is over; if not, `due` has the
-        stages that are due then."""
-        if not self.is_over and not self.graph.stages[stage].allow_missing:
-            self.give_up(now)
-        if not self.is_over:
+        """Take note that a request of a stage gets no answer. Returns whether the run ends without an answer; if not,
+        `due` has the stages that are due then, and the run may be complete."""
+        if not self.is_over and self.graph.stages[stage].allow_missing:
             self._end_request(stage, now)
-        return self.is_over
+            return False
+        self.give_up(now)
+        return True
 
     def give_up(self, now: float) -> None:  # noqa: ARG002
         """End the run without an answer. Whoever drives it withdraws the requests that have none."""

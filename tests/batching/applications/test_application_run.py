@@ -146,6 +146,15 @@ def test_a_stage_that_may_be_missing_completes_with_its_last_request() -> None:
     assert run.due() == [1]
 
 
+def test_a_run_is_complete_when_its_last_request_is_lost_and_may_be_missing() -> None:
+    run = run_of(graph_of((), allow_missing=True))
+    run.begin(0.0)
+    run.expand(0, 2, 0.0)
+    run.answered(0, 5.0)
+    assert not run.lost(0, 6.0)
+    assert run.is_complete
+
+
 def test_stages_without_requests_are_complete_at_once() -> None:
     run = run_of(CHAIN)
     assert [run.begin(0.0), run.expand(0, 0, 0.0), run.expand(1, 0, 0.0), run.expand(2, 0, 0.0)] == [[0], [1], [2], []]

@@ -375,6 +375,13 @@ async def test_the_answer_has_what_is_left_where_the_application_says_so(served:
     assert outputs(await served.infer("app")) == {"sum": ([1, 2], [3.0, 6.0])}
 
 
+async def test_an_answer_may_lack_the_stage_that_ends_last(served: Served) -> None:
+    stages = ({"model": "m"}, {"model": "n", "after": ["m"], "inputs": {"x": "m.y"}, "allow_missing": True})
+    await served.serve(plan(*stages, outputs={"y": "m.y", "extra": "n.y"}))
+    served.gpulets["n"].error = "broken"
+    assert outputs(await served.infer("app")) == {"y": ([1, 2], [2.0, 4.0])}
+
+
 async def test_an_application_is_described_as_a_model_is(served: Served) -> None:
     await served.serve(plan(*DIAMOND))
     for prefix in ("/v2/models/app", "/v2/models/app/versions/1"):
