@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tenuto.batching.core.gathering import longest_within
+from tenuto.batching.core.gathering import usual_batch
 from tenuto.batching.core.system import INF, System
 
 
@@ -50,7 +50,7 @@ def _blocked_ms(system: System) -> dict[str, float]:
     batch_ms: dict[int, float] = {}
     for hosts in system.distinct_hosts():
         for program, host in hosts.items():
-            size = max(1, longest_within(host.planned_ms(), system.offered[program].slo_ms / 2.0))
+            size = usual_batch(host.planned_ms(), system.offered[program].slo_ms)
             batch_ms[program] = max(host.planned_batch_ms(size), batch_ms.get(program, 0.0))
     waits_ms: dict[str, list[float]] = {}
     for gpulet in system.gpulets:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tenuto.batching.core.gathering import longest_within
+from tenuto.batching.core.gathering import usual_batch
 from tenuto.batching.core.step_scheduler import UNLIMITED, StepLimits
 from tenuto.batching.core.system import (
     INF,
@@ -264,7 +264,7 @@ def with_stage_weights(system: System, applications: Sequence[Application]) -> S
     for hosts in system.distinct_hosts():
         for program, host in hosts.items():
             for model in [system.models[member] for member in system.programs[program].members]:
-                size = max(1, longest_within(host.planned_ms(), model.slo_ms / 2.0))
+                size = usual_batch(host.planned_ms(), model.slo_ms)
                 cost_ms[model.name] = min(host.planned_batch_ms(size) / size, cost_ms.get(model.name, INF))
     rates: dict[str, float] = {}
     worth_rps: dict[str, float] = {}

@@ -19,6 +19,12 @@ def longest_within(run_ms: list[float], room_ms: float, factor: float = 1.0, dat
     return max(0, bisect_right(sizes, room_ms, key=lambda size: factor * run_ms[size] + data_ms * size) - 1)
 
 
+def usual_batch(run_ms: list[float], slo_ms: float) -> int:
+    """Return the largest batch that takes at most half of an SLO, as a request may come when another has just begun;
+    at least 1."""
+    return max(1, longest_within(run_ms, slo_ms / 2.0))
+
+
 def window(
     deadlines: list[float],
     defended: int,
