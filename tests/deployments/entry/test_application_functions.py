@@ -17,7 +17,15 @@ from tenuto.deployments.entry.service import process_pool
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.tensors import pack_elements
 from tenuto.placement import Plan
-from tests.deployments.entry.test_applications import DIAMOND, WIDE, Served, nothing_is_left, outputs, plan
+from tests.deployments.entry.test_applications import (
+    DIAMOND,
+    WIDE,
+    Served,
+    ask_in_bytes,
+    nothing_is_left,
+    outputs,
+    plan,
+)
 from tests.instruments.live import PATIENCE_S
 
 FUNCTIONS = "tests.instruments.graph_functions"
@@ -117,13 +125,7 @@ async def test_long_tensors_reach_functions_and_their_requests_in_shared_memory(
     stage = {"model": "wider", "after": ["wide"], "map": f"{FUNCTIONS}:wide", "count": 2, "most": 2}
     await served.serve(plan({"model": "wide"}, stage))
     values = np.arange(WIDE, dtype=np.float32)
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "parameters": {"binary_data_size": values.nbytes}}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    answer = await served.client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
-    assert answer.status_code == 200, answer.text
-    length = int(answer.headers["inference-header-content-length"])
-    found = np.frombuffer(answer.content[length:], np.float32)
+    _, found = await ask_in_bytes(served.client, values)
     assert np.array_equal(found, np.concatenate([4 * values, 6 * values]))
     assert [served.gpulets[name].bodies for name in ("wide", "wider")] == [[0], [0, 0]]
 

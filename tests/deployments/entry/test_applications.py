@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
@@ -160,6 +161,24 @@ async def nothing_is_left(served: Served) -> None:
 WAYS = pytest.mark.parametrize("served", ["beside", "elsewhere"], indirect=True)
 
 
+async def ask_in_bytes(
+    client: httpx.AsyncClient, values: NDArray[np.float32]
+) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Ask the application with a tensor in bytes; return the JSON of its answer and the numbers behind it."""
+    tensor = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [1, len(values)],
+        "parameters": {"binary_data_size": values.nbytes},
+    }
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = await client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers["inference-header-content-length"])
+    return json.loads(answer.content[:length]), np.frombuffer(answer.content[length:], np.float32)
+
+
 def outputs(answer: httpx.Response) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     return {each["name"]: (each["shape"], each["data"]) for each in answer.json()["outputs"]}
@@ -216,12 +235,7 @@ async def test_long_tensors_are_handed_on_in_shared_memory(served: Served, is_an
     stages = ({"model": "wide"}, {"model": "wider", "count": 2, "inputs": {"x": "wide.y"}})
     await served.serve(plan(*stages, outputs={"first": "wide.y", "y": "wider.y"} if is_answered else None))
     values = np.arange(WIDE, dtype=np.float32)
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "parameters": {"binary_data_size": values.nbytes}}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    answer = await served.client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
-    length = int(answer.headers["inference-header-content-length"])
-    found = np.frombuffer(answer.content[length:], np.float32)
+    _, found = await ask_in_bytes(served.client, values)
     expected = [2 * values] * is_answered + [4 * values, 4 * values]
     assert np.array_equal(found, np.concatenate(expected))
     assert [served.gpulets[name].bodies for name in ("wide", "wider")] == [[0], [0, 0]]  # nothing went by socket
@@ -610,14 +624,9 @@ async def test_real_gpulets_hand_on_what_their_networks_made(executor: str) -> N
         while (await bench.client.get("/v2/models/app/ready")).status_code != 200:
             await asyncio.sleep(0.01)
     values = np.arange(WIDE, dtype=np.float32)
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "parameters": {"binary_data_size": values.nbytes}}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    answer = await bench.client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
-    assert answer.status_code == 200, answer.text
-    length = int(answer.headers["inference-header-content-length"])
+    document, found = await ask_in_bytes(bench.client, values)
     expected = 4 * values if executor == "torch" else 0 * values
-    assert np.array_equal(np.frombuffer(answer.content[length:], np.float32), expected)
-    assert json.loads(answer.content[:length])["parameters"]["emulated"] is (executor == "emulated")
+    assert np.array_equal(found, expected)
+    assert document["parameters"]["emulated"] is (executor == "emulated")
     await bench.close()
     await gpulet.close()
