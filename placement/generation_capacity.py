@@ -304,7 +304,7 @@ def plan_of(
             together[spec.name] = max(together[spec.name], served)
     goodput = {spec.name: round(min(spec.rate_rps, together[spec.name]), 6) for spec in specs}
     reasons = {
-        spec.name: f"{goodput[spec.name]:.4g} of {spec.rate_rps:g} rps expected in time; no GPU time is left for more"
+        spec.name: f"{goodput[spec.name]:.4g} of {spec.rate_rps:g} rps expected in time; more requests would be late"
         for spec in specs
         if together[spec.name] < spec.rate_rps * (1.0 - 1e-6)
     }

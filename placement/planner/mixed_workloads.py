@@ -341,7 +341,7 @@ def _arranged(plan: Plan, scene: PlacementContext) -> Plan:
     for name, model in models.items():
         rate_rps = specs[name].rate_rps
         if model.goodput_rps < ATTAINED * rate_rps:
-            short = f"{model.goodput_rps:.4g} of {rate_rps:g} rps expected in time; no GPU time is left for more"
+            short = f"{model.goodput_rps:.4g} of {rate_rps:g} rps expected in time; more requests would be late"
             reasons[name] = plan.unserved_reasons.get(name, short) if before == after else short
     goodput_rps = round(sum(model.goodput_rps for model in models.values()), 6)
     update = usage_of(plan, scene.cluster.cut_as(plan.gpus)) | {"goodput_rps": goodput_rps, "models": models}

@@ -59,11 +59,30 @@ def load_exported(source: str, options: ShapeOptions, unlimited: int | None = No
             large its sizes may be.
         EnvironmentFaultError: ONNX Runtime is not installed.
     """
+    path = _file(source)
+    if path.suffix == ".onnx":
+        import torch
+
+        signature, data = _onnx(path, options, unlimited)
+        return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()), onnx_data=data)
+    return (_torchscript if path.suffix == ".pt" else _exported_program)(path, options, unlimited)
+
+
+def describe_exported(source: str, options: ShapeOptions, unlimited: int | None = None) -> ModelSignature:
+    """Return the signature in a file as `load_exported` does, of an ONNX file without torch. ONNX Runtime reads the
+    whole file for it, so operators that it lacks and weights that are missing are refused."""
+    path = _file(source)
+    if path.suffix == ".onnx":
+        return _onnx(path, options, unlimited)[0]
+    return load_exported(source, options, unlimited).signature
+
+
+def _file(source: str) -> Path:
     check_path(source, "source")
     path = Path(source)
     if not path.is_file():
         raise refused("source", source, "no such file", "Give a local .pt2, .onnx or .pt file.")
-    return {".onnx": _onnx, ".pt": _torchscript}.get(path.suffix, _exported_program)(path, options, unlimited)
+    return path
 
 
 def _exported_program(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedModel:
@@ -126,9 +145,8 @@ def _torchscript(path: Path, options: ShapeOptions, unlimited: int | None) -> Lo
     return LoadedModel(module, _signature(path, tensors[:count], tensors[count:], options, {}, unlimited))
 
 
-def _onnx(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedModel:
-    import torch
-
+def _onnx(path: Path, options: ShapeOptions, unlimited: int | None) -> tuple[ModelSignature, tuple[str, ...]]:
+    """Return the signature of an ONNX file, and the files beside it with weights."""
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
@@ -145,8 +163,7 @@ def _onnx(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedMod
         [_FileTensor(t.name, ONNX_TYPES.get(t.type, t.type), tuple(t.shape), rows.get(t.name)) for t in some]
         for some in (session.get_inputs(), session.get_outputs())
     )
-    signature = _signature(path, inputs, outputs, options, {}, unlimited)
-    return LoadedModel(torch.nn.Module().eval(), signature, onnx_file=str(path.resolve()), onnx_data=data)
+    return _signature(path, inputs, outputs, options, {}, unlimited), data
 
 
 def _tables_and_data(path: Path) -> tuple[dict[str, int], tuple[str, ...]]:

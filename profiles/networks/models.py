@@ -21,11 +21,12 @@ from tenuto.profiles.networks.catalogue import (
     is_exported,
     is_factory,
     lookup,
+    refuse_foreign_file,
     text_signature,
     with_sizes,
 )
 from tenuto.profiles.networks.encoder_files import is_encoder, read_encoder
-from tenuto.profiles.networks.exported import load_exported
+from tenuto.profiles.networks.exported import describe_exported, load_exported
 from tenuto.profiles.networks.generating import longest_sequence
 from tenuto.profiles.networks.import_factory import check_path, imported
 from tenuto.profiles.networks.model_options import BuildOptions, ShapeOptions
@@ -59,7 +60,7 @@ def build(
         if is_factory(source):
             return _from_factory(source, weights_path, options)
         if is_exported(source):
-            return _from_file(source, weights_path, options)
+            return load_exported(source, _shape_options(source, weights_path, options))
         chosen = parse_document(BuildOptions, {"seed": seed, **options}, origin=f"options of {source}")
         if Path(source).is_dir():
             check_path(source, "source")
@@ -81,6 +82,21 @@ def build(
         raise EnvironmentFaultError(
             f"'{source}' needs the package '{error.name}'. Run: pip install 'tenuto[serve]'"
         ) from error
+
+
+def describe(
+    source: str, *, weights_path: str | None = None, options: Mapping[str, Any] | None = None
+) -> ModelSignature | None:
+    """Return what the file or folder of a network says without building it; None where only building it tells. An ONNX
+    file and a sentence encoder need no torch. Raises as `build`."""
+    refuse_foreign_file(source)
+    if is_exported(source):
+        return describe_exported(source, _shape_options(source, weights_path, options or {}))
+    if is_encoder(Path(source)):
+        check_path(source, "source")
+        given = parse_document(BuildOptions, dict(options or {}), origin=f"options of {source}")
+        return read_encoder(Path(source), given).signature
+    return None
 
 
 def _image_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
@@ -198,14 +214,14 @@ def _ranker(text: TextInput, config: Any, options: BuildOptions) -> ModelSignatu
     return replace(signature, answers="logit" if activation == "Sigmoid" else "score")
 
 
-def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:
-    """Load an exported network, which brings its own weights."""
+def _shape_options(source: str, weights_path: str | None, options: Mapping[str, Any]) -> ShapeOptions:
+    """Return the options of an exported network, which brings its own weights."""
     other = sorted(options.keys() - ShapeOptions.model_fields) + ["weights_path"] * (weights_path is not None)
     if other:
         rule = f"an exported network takes no {', '.join(other)}"
         cure = f"Remove them; only {', '.join(ShapeOptions.model_fields)} and options of how it is run apply."
         raise refused("model", source, rule, cure)
-    return load_exported(source, parse_document(ShapeOptions, options, origin=f"options of {source}"))
+    return parse_document(ShapeOptions, dict(options), origin=f"options of {source}")
 
 
 def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:

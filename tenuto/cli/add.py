@@ -126,14 +126,14 @@ def _generates(source: str) -> bool:
 
 def _signature(source: str, options: Mapping[str, Any]) -> ModelSignature:
     """Return the signature of a model; sizes without a known largest have `_UNLIMITED`."""
-    from tenuto.profiles.networks.exported import load_exported
+    from tenuto.profiles.networks.exported import describe_exported
     from tenuto.profiles.networks.model_options import ModelOptions, ShapeOptions
     from tenuto.profiles.networks.models import build
 
     origin = f"options of {source}"
     given = ModelOptions.parse(options, origin).build
     if is_exported(source):
-        return load_exported(source, parse_document(ShapeOptions, dict(given), origin=origin), _UNLIMITED).signature
+        return describe_exported(source, parse_document(ShapeOptions, dict(given), origin=origin), _UNLIMITED)
     return build(source, options=given).signature
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
@@ -14,6 +16,7 @@ from tenuto.cli.common import (
     ClusterArguments,
     cluster_arguments,
     json_option,
+    notice,
     output_option,
     printed_as_json,
     say,
@@ -22,7 +25,7 @@ from tenuto.cli.common import (
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
-from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
 from tenuto.placement.expectation.outlook import Traffic
@@ -44,7 +47,10 @@ from tenuto.placement.shown.table import (
     why_unserved,
 )
 from tenuto.placement.slo_rules import load_workload
+from tenuto.placement.workload import ModelSpec, profile_by_size
 from tenuto.profiles import Profiles
+from tenuto.profiles.networks.catalogue import SizeRange, is_exported
+from tenuto.profiles.networks.model_options import ModelOptions, with_most_sizes
 from tenuto.profiles.shipped import shipped_for
 
 T = TypeVar("T")
@@ -52,6 +58,7 @@ T = TypeVar("T")
 STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"
 HIDDEN = "`hidden ms` of a full batch's latency are copies"
 _TRIES = 4  # limit: clusters, each one GPU larger, that are tried to find how many GPUs are enough
+_REFUSED_PART = 0.001  # limit: of the requests that a plan counts as served, refused for their sizes
 NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
 
 
@@ -258,10 +265,72 @@ def _inputs(
     workload = faults.attempt(lambda: load_workload(workload_file, cluster, profiles))
     if workload and cluster and profiles is not None:
         faults.attempt(lambda: check_inputs(workload, cluster, profiles))
+        faults.found += _network_problems(workload, cluster, profiles)
     raise_if_any(faults.found)
     if workload is None or cluster is None or profiles is None:  # never so after raise_if_any; for the type checker
         raise InvalidInputError("incomplete input. Correct the problems above.")
     return workload, cluster, profiles, {name: policy for name, policy in policies.items() if policy is not None}
+
+
+def _network_problems(workload: Workload, cluster: Cluster, profiles: Profiles) -> list[Problem]:
+    """Return what speaks against the networks whose files are on this machine: all that a gpu-let would refuse before
+    it builds them, and sizes that they do not take. A line on stderr names the files that were not read."""
+    from tenuto.profiles.networks.models import describe
+
+    problems, unread = list[Problem](), dict[str, str]()
+    for index, spec in enumerate(workload.models):
+        source, where = spec.source or "", f"models.{index}"
+        if spec.generates is not None or not (is_exported(source) or Path(source).is_dir()):
+            continue
+        if not Path(source).exists():
+            unread[source] = "is not on this machine"
+            continue
+        measured = _measured_sizes(spec, cluster, profiles)
+        options = ModelOptions.parse(spec.options, f"{where}.options").build
+        most = {name: max(sizes) for name, sizes in measured.items()} if is_exported(source) else {}
+        try:
+            signature = describe(source, weights_path=spec.weights_path, options=with_most_sizes(options, most))
+        except InvalidInputError as error:
+            problems += [replace(problem, path=f"{where}: {problem.path}") for problem in error.problems]
+        except EnvironmentFaultError as error:
+            unread[source] = str(error)
+        else:
+            if signature is not None and measured:
+                problems += _size_problems(f"{where}.sizes", spec, measured, signature.sizes)
+    for source, why in unread.items():
+        notice(f"{source} was not compared with the plan: {why}")
+    return problems
+
+
+def _measured_sizes(spec: ModelSpec, cluster: Cluster, profiles: Profiles) -> dict[str, set[int]]:
+    """Return the sizes at which a model was measured on types of the cluster, by name, where the workload says which
+    come."""
+    measured: dict[str, set[int]] = {}
+    for kind in cluster.gpu_types if spec.sizes else ():
+        with contextlib.suppress(InvalidInputError):  # `check_inputs` says what is missing
+            profile = profile_by_size(spec, kind, profiles)
+            for place, name in enumerate(profile.size_names):
+                measured.setdefault(name, set()).update(sizes[place] for sizes in profile.measured_sizes)
+    return measured
+
+
+def _size_problems(
+    where: str, spec: ModelSpec, measured: Mapping[str, set[int]], taken: Mapping[str, SizeRange]
+) -> Iterator[Problem]:
+    """Yield what speaks against the sizes of requests that the plan would count as served."""
+    if taken.keys() != spec.sizes.keys():
+        cure = f"Name them as the network does, also in the profile: {', '.join(taken) or 'it has none'}."
+        yield Problem(where, ", ".join(spec.sizes), "are not the sizes of the network", cure)
+        return
+    for name, allowed in taken.items():
+        lengths = spec.sizes[name]
+        most = max(measured[name])
+        too_large = lengths.part_up_to(most) - lengths.part_up_to(min(allowed.most, most))
+        part = too_large + lengths.part_up_to(allowed.least - 1)
+        if part > _REFUSED_PART:
+            rule = f"{100 * part:.2g} % of the requests are outside of the network's {allowed.least} to {allowed.most}"
+            cure = "Correct which sizes come, or `sizes` in the model's options."
+            yield Problem(f"{where}.{name}", None, rule, cure)
 
 
 def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) -> list[Profiles]:
