@@ -111,7 +111,8 @@ class Controller:
             return
         if result.plan is not None:
             models = as_declared(result.plan.models, self._workload.models)
-            update = {"models": models, "drained": self.plan.drained}
+            applications = self._workload.applications  # the planner is asked for their models alone
+            update = {"models": models, "applications": applications, "drained": self.plan.drained}
             result = replace(result, plan=result.plan.model_copy(update=update))
         self._keep_on_standby(result, "; ".join(reasons.values()))
         reasons.pop(Reason.STANDBY, None)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tenuto.placement import Workload
+from tenuto.placement import Plan, Workload
 from tenuto.placement.planner import Proposal
 from tenuto.placement.planner.change_cost import ChangeWorth
 from tenuto.placement.planner.standby import Standby, twins
@@ -256,6 +256,20 @@ def test_what_was_declared_stays_so_whatever_plan_comes_back(seed: int) -> None:
         assert {spec.name for spec in desk.controller.plan.models} >= asked.keys() or desk.questions
     desk.controller.deploy(desk.now_s, plan := make_plan({"n0/0/a": (100.0, names)}), "a plan file", GPUS)
     assert desk.controller.workload.models == plan.models
+
+
+def test_applications_stay_in_whatever_plan_takes_the_place_of_the_running_one() -> None:
+    """The planner is asked for their models alone."""
+    stages = [{"model": "a", "shared": True}, {"model": "b", "shared": True, "after": ["a"]}]
+    app = {"name": "app", "rate_rps": 5, "slo_ms": 150, "stages": stages}
+    plan = Plan.from_data({**ONE.to_data(), "applications": [app]})
+    desk = PlanningDesk(plan, GPUS)
+    desk.rates["a"] *= 20.0
+    desk.look(60)
+    assert len(desk.controller.plan.gpulets) > len(plan.gpulets)
+    assert all(applied.plan.applications == plan.applications for applied in desk.applied)
+    desk.restart()
+    assert desk.controller.plan.applications == plan.applications
 
 
 def test_off_and_paused_change_nothing() -> None:
