@@ -89,7 +89,7 @@ class ApplicationCall(InferCall, eq=False):
     def _body(self) -> InputPart | None:
         """Return the body of a request that is no tensor, for functions; None where there are none."""
         exchange = self._exchange
-        if self._parsed is not None or self._application is None or self._application.functions is None:
+        if self._parsed is not None or self._interface is None or self._interface.functions is None:
             return None
         if exchange.slot is None or self._request is not exchange.body:
             return InputPart(self._request)

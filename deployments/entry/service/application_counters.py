@@ -47,14 +47,15 @@ class ApplicationCounters:
         self._ended: deque[EndedRequest] = deque(maxlen=_KEPT)  # the newest last
 
     def follow(self, applications: Sequence[Application]) -> None:
-        """Count the requests of these applications."""
-        known, self._counters = self._counters, {}
+        """Count the requests of these applications, and those under way of others until they have ended."""
+        known = self._counters
+        self._counters = {name: counters for name, counters in known.items() if counters.counts.under_way}
         for application in applications:
             counters = self._counters[application.name] = known.get(application.name) or _Counters()
             counters.follow(application)
 
     def status(self) -> dict[str, ApplicationStatus]:
-        """Return the counts of every application of the plan."""
+        """Return the counts of every application of the plan, and of those that left it with requests under way."""
         return {name: counters.status() for name, counters in self._counters.items()}
 
     def begin_request(self, application: str, samples: int) -> None:
@@ -101,7 +102,7 @@ class ApplicationCounters:
         )
         self._ended.append(record)
         if (counters := self._counters.get(application)) is None:
-            return  # the plan has it no more
+            return  # it came when the plan had it no more
         counts = counters.counts
         counts.count(outcome)
         if isinstance(ended, Refused):

@@ -48,7 +48,8 @@ class VisibleTensors(NamedTuple):
 
 
 class FunctionPool:
-    """The functions of one application. Made, used and closed on one event loop."""
+    """The functions of one application, for its models of one time. Made, used and closed on one event loop. The
+    processes end after the last holder has released the pool; whoever made it is the first."""
 
     def __init__(self, application: Application, models: Sequence[ModelSignature], *, hangs_s: float = HANGS_S) -> None:
         """Start the processes.
@@ -79,6 +80,7 @@ class FunctionPool:
             longest_s=max(hangs_s, application.slo_ms / 1000.0),
             most_bytes=min(max(most), _MOST_INPUT_BYTES),
         )
+        self._holders = 1
 
     def name(self, place: int | None) -> str:
         """Return the function that makes a stage's requests, or without a stage the answer, in words."""
@@ -113,8 +115,18 @@ class FunctionPool:
         call, parts = self._call(None, seen, 1)
         return self._pool.begin(call, parts, latest_ms, self._outputs, memory=memory)
 
+    def hold(self) -> None:
+        """Add a holder; each `hold` needs one `release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Remove a holder."""
+        self._holders -= 1
+        if not self._holders:
+            self.close()
+
     def close(self) -> None:
-        """End the processes, and refuse the calls that wait."""
+        """End the processes, and refuse the calls that are under way."""
         self._pool.close()
 
     def _call(self, place: int | None, seen: VisibleTensors, most: int) -> tuple[CallFunction, Sequence[memoryview]]:

@@ -24,7 +24,7 @@ class ApplicationInterface:
     """The tensors of an application and of its stages' models, as gpu-lets reported them.
 
     `handed_on`: the outputs of each stage that others take as inputs, or that functions see. `before`: the stages that
-    each stage waits for, and those that these wait for.
+    each stage waits for, and those that these wait for. `functions`: None where it has none.
     """
 
     application: Application
@@ -33,12 +33,13 @@ class ApplicationInterface:
     composed: ApplicationSignature
     handed_on: tuple[frozenset[str], ...]
     before: tuple[tuple[int, ...], ...]
+    functions: FunctionPool | None
 
     @classmethod
     def of(
         cls, application: Application, graph: ApplicationGraph, stages: tuple[ModelSignature, ...]
     ) -> ApplicationInterface:
-        """Compose it; raises `InvalidInputError` if the tensors do not fit."""
+        """Compose it, and start its functions; raises `InvalidInputError` if the tensors do not fit."""
         composed = ApplicationSignature.of(application, stages)
         before: dict[int, frozenset[int]] = {}
         for place in graph.order:
@@ -54,7 +55,9 @@ class ApplicationInterface:
             for place in range(len(stages))
         )
         ordered = (tuple(sorted(before[place])) for place in range(len(stages)))
-        return cls(application, graph, stages, composed, tuple(handed_on), tuple(ordered))
+        has_functions = composed.outputs is None or None in composed.inputs
+        functions = FunctionPool(application, stages) if has_functions else None
+        return cls(application, graph, stages, composed, tuple(handed_on), tuple(ordered), functions)
 
     @property
     def decoder(self) -> int | None:
@@ -87,11 +90,9 @@ class PlannedApplication:
         self.graph = ApplicationGraph.of(application)
         self.model = PlannedModel(application.name)
         self.interface: ApplicationInterface | None = None
-        self.functions: FunctionPool | None = None  # None: it has none, or is not known yet
         self.decoder: PlannedModel | None = None  # whose hooks make its inputs of a picture or a text
         self.problem = ""
         self.retry_after_s: float | None = None
-        self._running, self._is_retired = 0, False
 
     def follow(self, model_of: Callable[[str], PlannedModel]) -> None:
         """Take the present state of the models of its stages, and what they take at least."""
@@ -117,30 +118,16 @@ class PlannedApplication:
             raise BadRequestError(f"'{self.model.name}' takes tensors: {rule}. Ask /v2/models/MODEL/infer.")
         return RequestInputs([InputPart(pack_elements([bytes(body)]), BYTES)])
 
-    def begin_run(self) -> None:
-        """Note that a request is under way; each needs one `end_run`."""
-        self._running += 1
-
-    def end_run(self) -> None:
-        """Note that a request has ended."""
-        self._running -= 1
-        self._close_if_unused()
-
     def retire(self) -> None:
-        """End the functions when no request is under way any more: the plan has it no longer, or another of its name.
-        Needs no event loop where the application has no functions."""
-        self._is_retired = True
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self._is_retired and not self._running:
-            self.close()
+        """End the functions when no request that began with them is under way any more."""
+        if self.interface is not None and self.interface.functions is not None:
+            self.interface.functions.release()
+        self.interface = None
 
     def close(self) -> None:
-        """End the functions."""
-        if self.functions is not None:
-            self.functions.close()
-        self.functions = None
+        """End the functions, with the requests that wait for them."""
+        if self.interface is not None and self.interface.functions is not None:
+            self.interface.functions.close()
 
     def _compose(self, known: list[ModelSignature]) -> None:
         """Compose the tensors anew if all models are known and one has changed."""
@@ -149,10 +136,8 @@ class PlannedApplication:
             return
         if self.interface is not None and self.interface.stages == signatures:
             return
-        self.close()
+        self.retire()
         try:
             self.interface = ApplicationInterface.of(self.application, self.graph, signatures)
-            if self.interface.composed.outputs is None or None in self.interface.composed.inputs:
-                self.functions = FunctionPool(self.application, signatures)
         except InvalidInputError as error:
-            self.interface, self.problem = None, f"'{self.model.name}' does not fit its models: {error}"
+            self.problem = f"'{self.model.name}' does not fit its models: {error}"

@@ -207,6 +207,10 @@ class ProcessPool:
             if not call.done.done():
                 call.done.set_exception(HookFaultError(str(lost)))
             raise
+        except asyncio.CancelledError:  # closed
+            if not call.done.done():
+                call.done.set_exception(HttpError(503, self._broken, retry_after_s=AGAIN_S))
+            raise
         finally:
             if call.memory is not None:
                 call.memory.release()

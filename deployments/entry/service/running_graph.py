@@ -31,6 +31,7 @@ from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInpu
 from tenuto.errors import new_incident
 from tenuto.outcome import Outcome, Rule
 from tenuto.placement.application_signature import BODY, TensorSource
+from tenuto.placement.versions import tensors_of
 from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
 from tenuto.profiles.networks.inputs import LENGTH_BYTES
 
@@ -147,8 +148,9 @@ class RunningGraph:
             self._body = InputPart(memoryview(part.data)[LENGTH_BYTES:], "", part.arena, at)
         self._calls: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}  # of functions, until they return
         self._is_over = False
+        if interface.functions is not None:
+            interface.functions.hold()
         self._memory = RunMemory(arena, slot)  # last, as nobody gives it back where this raises
-        application.begin_run()
 
     def begin(self) -> None:
         """Ask for the first stages."""
@@ -166,7 +168,8 @@ class RunningGraph:
             for call in list(self._calls):
                 call.cancel()
             self._memory.release()
-            self._application.end_run()
+            if self._interface.functions is not None:
+                self._interface.functions.release()
 
     @property
     def emulated(self) -> bool:
@@ -231,11 +234,8 @@ class RunningGraph:
     ) -> None:
         """Call the function that makes the requests of a stage, or without a stage the answer, and go on with what it
         makes."""
-        pool = self._application.functions
-        if pool is None:
-            reason = f"the functions of '{self._interface.application.name}' have ended"
-            self._give_up(Refused(Outcome.FAILED, reason, 1.0))
-            return
+        pool = self._interface.functions
+        assert pool is not None
         name = pool.name(place)
         try:
             call = begin(pool)
@@ -276,22 +276,26 @@ class RunningGraph:
         run, stage, requests = self._run, self._interface.graph.stages[place], self.stages[place]
         now_ms, end = self._clock_ms(), first + _MOST_AT_ONCE
         slo_ms = run.deadline_ms(place, now_ms) + self.reserve_ms - now_ms
+        problem = self._why_other(place)
         for position, (parts, sizes) in enumerate(samples[first:end], first):
+            request: Request | None = None
             try:
-                request = self._dispatching.admit(
-                    self._application.choose(stage.model),
-                    requests,
-                    arrived_ms=now_ms,
-                    slo_ms=slo_ms,
-                    client_id=self.client_id,
-                    reserve_ms=self.reserve_ms,
-                    yields=self._yields,
-                    sizes=sizes,
-                )
+                if not problem:
+                    request = self._dispatching.admit(
+                        self._application.choose(stage.model),
+                        requests,
+                        arrived_ms=now_ms,
+                        slo_ms=slo_ms,
+                        client_id=self.client_id,
+                        reserve_ms=self.reserve_ms,
+                        yields=self._yields,
+                        sizes=sizes,
+                    )
             except KeyError:
-                self.lost(place, Refused(Outcome.FAILED, f"'{stage.model}' was removed from the plan"))
-                continue
-            if request.id not in requests.refused_ids:
+                problem = f"'{stage.model}' was removed from the plan"
+            if request is None:
+                self.lost(place, Refused(Outcome.FAILED, problem))
+            elif request.id not in requests.refused_ids:
                 if self._is_over:  # another one was refused meanwhile
                     self._dispatching.cancel(request)
                     return
@@ -301,6 +305,15 @@ class RunningGraph:
                 return
         if end < len(samples):
             asyncio.get_running_loop().call_soon(self._guarded, partial(self._send_rest, place, samples, end))
+
+    def _why_other(self, place: int) -> str:
+        """Return why the model of a stage does not take the tensors that this request was composed for; empty where it
+        does. Gpu-lets rely on that."""
+        name, composed = self._interface.graph.stages[place].model, self._interface.stages[place]
+        present = self._dispatching.signature(name)
+        if present is None or present == composed or tensors_of(present) == tensors_of(composed):
+            return ""
+        return f"'{name}' takes other tensors since its plan changed. Send the request again"
 
     def _send_rest(self, place: int, samples: Sequence[RequestInputs], first: int) -> None:
         if not self._is_over:
