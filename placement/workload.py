@@ -498,15 +498,20 @@ def generation_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> Generat
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
     """Return the profile of a workload's model on a GPU type: its inline latency, or else its row of the profile files.
     Of a model whose requests vary in size it has the mean over the sizes that come, or the largest size where the
-    workload says none.
+    workload says none. Where they cannot be padded, each shape of a batch runs by itself.
 
     Raises:
         InvalidInputError: neither exists (the message lists the known rows), or the sizes that come are not measured.
     """
     profile = profile_by_size(spec, gpu_type, profiles)
-    return (
-        profile.mean_over(size_parts(spec, profile.size_names, profile.size_classes)) if profile.size_names else profile
-    )
+    if not profile.size_names:
+        return profile
+    parts = size_parts(spec, profile.size_names, profile.size_classes)
+    if profile.pads:
+        return profile.mean_over(parts)
+    largest = tuple(max(sizes) for sizes in zip(*profile.measured_sizes, strict=True))
+    (chance,) = equal_shapes(spec, [largest], profile.size_names)
+    return profile.mean_over(parts, chance)
 
 
 def profile_by_size(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
@@ -546,10 +551,11 @@ def size_parts(spec: ModelSpec, names: Sequence[str], classes: Sequence[Sizes]) 
     return tuple(parts)
 
 
-def equal_shapes(spec: ModelSpec, classes: Sequence[Sizes]) -> tuple[float, ...]:
-    """Return for each size class the chance that two of its requests have one shape, of requests that are drawn."""
+def equal_shapes(spec: ModelSpec, classes: Sequence[Sizes], names: Sequence[str] | None = None) -> tuple[float, ...]:
+    """Return for each size class the chance that two of its requests have one shape, of requests that are drawn. The
+    sizes of a class are in the order of `names`; default: the workload's."""
     generator = np.random.default_rng(0)
-    drawn = np.column_stack([lengths.draw(_DRAWN, generator) for lengths in spec.sizes.values()])
+    drawn = np.column_stack([spec.sizes[name].draw(_DRAWN, generator) for name in names or spec.sizes])
     places, chances = find_classes(classes, drawn), []
     for place in range(len(classes)):
         _, counts = np.unique(drawn[places == place], axis=0, return_counts=True)

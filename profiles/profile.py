@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml
@@ -18,7 +19,7 @@ from tenuto.profiles.generation import Generation
 from tenuto.profiles.gpu_types import measured_as
 from tenuto.profiles.latency import LatencyTable, LinearLatency, between_shares
 from tenuto.profiles.mig_instances import ALL_GPCS, InstanceType, instance_type_of
-from tenuto.profiles.size_classes import Sizes, class_of, classes_by_cost, corners, in_order
+from tenuto.profiles.size_classes import Sizes, class_of, classes_by_cost, corners, in_order, shapes_in
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -267,32 +268,39 @@ class ModelProfile(StrictModel):
         mean, most = sum(errors) / len(errors), max(errors)
         return SizeFit(mean_error_pct=round(mean, 2), max_error_pct=round(most, 2))  # format: hundredths
 
-    def mean_over(self, parts: tuple[float, ...]) -> ModelProfile:
+    def mean_over(self, parts: tuple[float, ...], chance: float = 1.0) -> ModelProfile:
         """Return the profile with the mean latency over `size_classes` and the memory of the largest class.
 
         `parts` has the part of the requests in each class. It has the shares and the batch sizes that every class with
-        requests was measured at.
+        requests was measured at. `chance`: that two requests have one shape, where each shape of a batch runs by
+        itself.
         """
-        if parts not in self._means:
-            self._means[parts] = self.model_copy(update={"points": self._mean_points(parts), "fit": None})
-        return self._means[parts]
+        key = parts, chance
+        if key not in self._means:
+            self._means[key] = self.model_copy(update={"points": self._mean_points(parts, chance), "fit": None})
+        return self._means[key]
 
     @cached_property
-    def _means(self) -> dict[tuple[float, ...], ModelProfile]:
-        """The means by the parts of the classes, as far as they were asked for."""
+    def _means(self) -> dict[tuple[tuple[float, ...], float], ModelProfile]:
+        """The means by the parts of the classes and the chance, as far as they were asked for."""
         return {}
 
-    def _mean_points(self, parts: tuple[float, ...]) -> tuple[ProfilePoint, ...]:
+    def _mean_points(self, parts: tuple[float, ...], chance: float) -> tuple[ProfilePoint, ...]:
         chosen = [(part, profile) for part, profile in zip(parts, self.by_class.values(), strict=True) if part]
         keys = [{(p.share_pct, p.mig_gpcs, p.batch_size): p for p in profile.points} for _, profile in chosen]
         common = set(keys[0]).intersection(*keys[1:]) if keys else set()
         if not common:
             raise MissingProfileError("no batch size was measured at all sizes that come. Profile it with --sizes.")
-        means = []
-        for key in sorted(common, key=lambda key: (-key[0], key[1] or 0, key[2])):
+        means, tables = [], dict[tuple[float, int | None], dict[int, float]]()
+        order = sorted(common, key=lambda key: (-key[0], key[1] or 0, key[2]))
+        for key in order:
+            latencies = (part * by_key[key].latency_ms for (part, _), by_key in zip(chosen, keys, strict=True))
+            tables.setdefault(key[:2], {})[key[2]] = sum(latencies) / sum(parts)
+        for key in order:
             points = [by_key[key] for by_key in keys]
             memory = [point.memory_mib for point in points if point.memory_mib is not None]
-            latency_ms = sum(part * p.latency_ms for (part, _), p in zip(chosen, points, strict=True)) / sum(parts)
+            shapes, table = shapes_in(key[2], chance), tables[key[:2]]
+            latency_ms = shapes * float(np.interp(key[2] / shapes, list(table), list(table.values())))
             update = {**_NOT_OF_ONE_SIZE, "latency_ms": latency_ms, "memory_mib": max(memory, default=None)}
             means.append(points[-1].model_copy(update=update))
         return tuple(means)

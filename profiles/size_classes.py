@@ -26,10 +26,36 @@ def in_order(grid: Iterable[Sizes]) -> tuple[Sizes, ...]:
     return tuple(sorted(set(grid), key=lambda sizes: (math.prod(sizes), sizes)))
 
 
+def united(grids: Iterable[Sequence[Sizes]]) -> tuple[Sizes, ...]:
+    """Return the size classes of several GPU types as those of one model, in order, at most `MOST_CLASSES`.
+
+    Of more, those are left out that the next class which covers them pads least. Classes that no other one of their own
+    grid covers stay, so that each type serves what it was measured for.
+    """
+    different = dict.fromkeys(map(tuple, grids))
+    firm = {sizes for grid in different for sizes in grid if not any(_covers(o, sizes) for o in grid if o != sizes)}
+    classes = list(in_order(chain.from_iterable(different)))
+    while len(classes) > MOST_CLASSES:
+        padding = {
+            sizes: min(math.prod(larger) for larger in classes[place + 1 :] if _covers(larger, sizes))
+            / math.prod(sizes)
+            for place, sizes in enumerate(classes)
+            if sizes not in firm
+        }
+        if not padding:
+            break
+        classes.remove(min(padding, key=lambda sizes: padding[sizes]))
+    return tuple(classes)
+
+
+def _covers(larger: Sizes, sizes: Sizes) -> bool:
+    return all(size <= most for size, most in zip(sizes, larger, strict=True))
+
+
 def class_of(classes: Sequence[Sizes], sizes: Sizes) -> int | None:
     """Return the place of the first class that covers these sizes; None if none does. `classes` are in order."""
     for place, most in enumerate(classes):
-        if all(size <= limit for size, limit in zip(sizes, most, strict=True)):
+        if _covers(most, sizes):
             return place
     return None
 
@@ -40,6 +66,12 @@ def find_classes(classes: Sequence[Sizes], sizes: NDArray[np.int64]) -> NDArray[
     for place in range(len(classes) - 1, -1, -1):
         places[(sizes <= np.array(classes[place])).all(axis=1)] = place
     return places
+
+
+def shapes_in(batch: float, chance: float) -> float:
+    """Return how many shapes a batch of so many requests has in the mean, two of which have one shape with this
+    chance."""
+    return (1.0 - (1.0 - chance) ** batch) / chance if chance else batch
 
 
 def classes_by_cost(grid: Mapping[Sizes, float], multiples: Sequence[int]) -> tuple[Sizes, ...]:

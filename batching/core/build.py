@@ -32,7 +32,7 @@ from tenuto.placement.generates import Generates
 from tenuto.placement.program import Program, program_name
 from tenuto.placement.workload import equal_shapes, generation_of, profile_by_size, size_parts
 from tenuto.profiles import Latency, LatencyTable, Profiles
-from tenuto.profiles.size_classes import Sizes, class_of, in_order
+from tenuto.profiles.size_classes import Sizes, class_of, in_order, shapes_in, united
 
 NO_DELAY = NetworkDelay()
 _AGAIN = "Make the plan again with `tenuto plan`."
@@ -117,14 +117,14 @@ def size_classes_of(plan: Plan) -> dict[str, tuple[Sizes, ...]]:
     """Return the size classes of models whose requests vary, in the order of the workload's names: all sizes at which
     the latency of some replica is known."""
     names = {spec.name: tuple(spec.sizes) for spec in plan.models if spec.sizes}
-    known: dict[str, list[Sizes]] = {}
+    known: dict[str, list[tuple[Sizes, ...]]] = {}
     for gpulet in plan.gpulets if names else ():
         joint = {name for models in gpulet.joint_models for name in models}
         for replica in gpulet.models:
             if replica.name in names and replica.name not in joint:
-                sizes = [tuple(each.sizes[name] for name in names[replica.name]) for each in replica.by_size]
-                known.setdefault(replica.name, []).extend(sizes)
-    return {name: in_order(sizes) for name, sizes in known.items()}
+                sizes = (tuple(each.sizes[name] for name in names[replica.name]) for each in replica.by_size)
+                known.setdefault(replica.name, []).append(tuple(sizes))
+    return {name: united(grids) for name, grids in known.items()}
 
 
 def _steps_of(program: Program, names: Sequence[str], sizes: Sizes) -> tuple[float, ...]:
@@ -143,9 +143,9 @@ def _steps_of(program: Program, names: Sequence[str], sizes: Sizes) -> tuple[flo
 
 def _in_equal_shapes(steps: Sequence[float], chance: float) -> tuple[float, ...]:
     """Return l(0..b) of batches that cannot be padded, so that the requests of each shape run by themselves. Two
-    requests have one shape with this chance; so a batch of b has (1 - (1 - chance)^b) / chance shapes in the mean."""
+    requests have one shape with this chance."""
     sizes = np.arange(1, len(steps))
-    shapes = (1.0 - (1.0 - chance) ** sizes) / chance if chance else sizes
+    shapes = np.array([shapes_in(size, chance) for size in range(1, len(steps))])
     times_ms = shapes * np.interp(sizes / shapes, range(len(steps)), steps)
     return (*steps[:1], *np.maximum.accumulate(times_ms).tolist())
 
@@ -222,10 +222,9 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
         return _generating_everywhere(workload, cluster, profiles, network, names[0])
     specs = {spec.name: spec for spec in workload.models}
     classes = {
-        spec.name: in_order(
-            tuple(sizes[profile.size_names.index(name)] for name in spec.sizes)
+        spec.name: united(
+            tuple(tuple(sizes[profile.size_names.index(name)] for name in spec.sizes) for sizes in profile.size_classes)
             for profile in (profile_by_size(spec, gpu_type, profiles) for gpu_type in cluster.gpu_types)
-            for sizes in profile.size_classes
         )
         for spec in workload.models
         if spec.sizes

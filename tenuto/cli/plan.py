@@ -279,8 +279,8 @@ def _network_problems(workload: Workload, cluster: Cluster, profiles: Profiles) 
 
     problems, unread = list[Problem](), dict[str, str]()
     for index, spec in enumerate(workload.models):
-        source, where = spec.source or "", f"models.{index}"
-        if spec.generates is not None or not (is_exported(source) or Path(source).is_dir()):
+        source, where = spec.source, f"models.{index}"
+        if source is None or spec.generates is not None or not (is_exported(source) or Path(source).is_dir()):
             continue
         if not Path(source).exists():
             unread[source] = "is not on this machine"

@@ -1,6 +1,6 @@
 """What a profile says of batches whose requests vary in size."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import pytest
 from tenuto.errors import MissingProfileError
 from tenuto.profiles import ModelProfile
 from tenuto.profiles.profile import SizeFit
-from tenuto.profiles.size_classes import CLOSE, MOST_CLASSES, class_of, classes_by_cost, find_classes, in_order
+from tenuto.profiles.size_classes import CLOSE, MOST_CLASSES, class_of, classes_by_cost, find_classes, in_order, united
 
 TOKENS = (16, 64, 256)
 
@@ -85,6 +85,22 @@ def test_size_classes_are_close_in_cost_and_few() -> None:
     # Every measured size stays covered.
     corner = {(1, 1): 10.0, (1, 2): 10.1, (1, 3): 10.2, (2, 1): 10.1, (2, 2): 10.2, (3, 1): 10.2}
     assert all(class_of(classes_by_cost(corner, [1, 1]), sizes) is not None for sizes in corner)
+
+
+def test_classes_of_several_gpu_types_are_few_and_cover_what_each_was_measured_for() -> None:
+    dice = np.random.default_rng(3)
+    for dimensions, each in ((1, 16), (2, 4), (3, 2)):
+        grids = []
+        for _ in range(4):
+            axes = [sorted(dice.choice(np.arange(1, 400), each, replace=False)) for _ in range(dimensions)]
+            grids.append(in_order(product(*([int(size) for size in axis] for axis in axes))))
+        classes = united(grids)
+        assert (len(classes), classes) == (MOST_CLASSES, in_order(classes))
+        for grid in grids:
+            assert [sizes for sizes in grid if class_of([c for c in grid if c in classes], sizes) is None] == []
+    assert united([((16,), (64,)), ((16,), (256,)), ((16,), (64,))]) == ((16,), (64,), (256,))
+    apart = [((n, 40 - n),) for n in range(1, 21)]  # none covers another: all stay
+    assert len(united(apart)) == 20
 
 
 def test_a_batch_between_four_measured_sizes_is_interpolated_between_them() -> None:

@@ -255,6 +255,28 @@ def test_a_model_whose_requests_vary_has_a_scheduled_program_for_each_size() -> 
     assert from_plan(firm).joint_classes == {}
 
 
+@pytest.mark.parametrize("rate_rps", [100, 200, 300])
+def test_models_that_cannot_be_padded_are_promised_what_virtual_time_gives_them(
+    rate_rps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = [
+        {"batch_size": b, "sizes": {"tokens": n}, "latency_ms": 4.0 + 0.02 * n * b}
+        for n in (4, 16, 64, 128, 256)
+        for b in (1, 2, 4, 8, 16)
+    ]
+    models = {"a": {"points": points, "pads": False}}
+    (tmp_path / "p.yaml").write_text(
+        json.dumps({"name": "p", "gpu_type": "v100", "source": "made up", "models": models})
+    )
+    sizes = "{tokens: {lognormal: {median: 40, sigma: 0.8, most: 256}}}"
+    (tmp_path / "w.yaml").write_text(f"models: [{{name: a, rate_rps: {rate_rps}, slo_ms: 40, sizes: {sizes}}}]")
+    files = ["--policy", "symphony", "--gpus", "v100:1", "--profiles", str(tmp_path / "p.yaml")]
+    code, out, _ = run(["plan", str(tmp_path / "w.yaml"), *files, "-o", str(tmp_path / "plan.yaml"), "--json"], capsys)
+    promised_rps = json.loads(out)["expected"]["goodput_rps"]
+    code, out, _ = run(["simulate", str(tmp_path / "plan.yaml"), "--duration-s", "30", "--json"], capsys)
+    assert (code, json.loads(out)["goodput_rps"]) == (0, pytest.approx(promised_rps, rel=0.12))
+
+
 def test_a_workload_with_sizes_is_simulated_and_reported_by_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
