@@ -11,7 +11,8 @@ from setuptools import Extension, setup
 COMPILED = {
     "batching/core": "by_deadline gathering gpulets scheduler staggered symphony system",
     "batching/core/deferred": (
-        "allowance cut deferring due joining keeping_free lineup looking loss offered_load recent_losses waiting"
+        "allowance cut deferring due joining keeping_free lineup looking loss offered_load offline recent_losses"
+        " waiting"
     ),
     "batching/rehearsal": "budget memory observer replay",
 }

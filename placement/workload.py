@@ -36,6 +36,8 @@ Objective = Literal["total", "each", "weighted"]
 MpsUse = Literal["off", "auto", "required"]
 
 
+_OFFLINE_MS = 86_400_000.0  # default: a day, for which an offline request may wait
+_OFFLINE_RPS = 1e-3  # default: so little that an offline model gets a place, and next to no share
 MOST_MODELS = 10_000  # limit: models of a workload; no policy plans as many within a day
 _DRAWN = 4000  # limit: requests that are drawn; a class with fewer than one in as many seldom runs
 # Derived: three standard deviations of a thousand Poisson requests, so that a model does not exceed its rate by chance.
@@ -71,6 +73,9 @@ class ModelSpec(StrictModel):
 
     A model that `generates` has an `slo` in place of `slo_ms`, which is then the time for an answer of mean length.
 
+    A model that is `offline` has no SLO: its requests run in time that no other one loses. By default they may wait for
+    a day, and the plan is made for next to none of them.
+
     When stages of applications ask the model, `rate_rps` has their requests as well, `slo_ms` is the least of its own
     and of their budgets, and `alone` is what clients ask of it by themselves.
     """
@@ -89,6 +94,7 @@ class ModelSpec(StrictModel):
     latency: LatencyField | None = None  # inline profile: any GPU type, whole GPU
     weight: Positive = 1.0
     priority: int = 0
+    offline: bool = False
     longest_hold_ms: Annotated[float, Field(ge=0)] | None = None
     spread: Spread | None = None
     survive: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -140,7 +146,13 @@ class ModelSpec(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _answer_time(cls, data: Any) -> Any:
-        """Derive `slo_ms` from `slo`."""
+        """Derive `slo_ms` from `slo`, and what is not said of an offline model."""
+        if isinstance(data, dict) and data.get("offline") is True:
+            data = {"rate_rps": _OFFLINE_RPS, **data}
+            if "slo" not in data:
+                most_ms = data.pop("slo_ms", _OFFLINE_MS)
+                both = {"ttft_ms": most_ms, "tpot_ms": most_ms}
+                data |= {"slo_ms": most_ms} if data.get("generates") is None else {"slo": both}
         if not isinstance(data, dict) or not isinstance(data.get("slo"), dict | TokenSlo):
             return data
         if "slo_ms" in data:

@@ -46,6 +46,7 @@ TYPED_ROOMS = (
 )
 # How often modules in there read formats of others by their keys. A module that reads fewer lowers its number.
 FOREIGN_KEYS = {
+    "deployments/entry/protocols/openai_bodies.py": 1,  # a type with one word
     "deployments/control/controller_process.py": 3,  # Serve's config, and what the planner plans with
     "deployments/control/operations.py": 4,  # what a launcher signed, and the environment
     "deployments/control/settings.py": 1,  # a file before it is checked

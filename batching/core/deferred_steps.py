@@ -18,6 +18,11 @@ from tenuto.batching.core.step_scheduler import UNLIMITED, Step, StepScheduler, 
 from tenuto.outcome import Rule
 from tenuto.profiles.generation import StepCost, pairs_of
 
+# Derived: standard deviations, of prompts that are read beside those that are expected: 2 % of the time there are more.
+_CHANCE = 2.0
+_RESIDUAL = (
+    0.5  # derived: a prompt meets half of such a step in the mean, and as much is left for those that come with it
+)
 _CURE = "lower the rate, raise the SLO or add GPUs"
 
 
@@ -127,6 +132,20 @@ class DeferredSteps:
         if alone > beside and self._can_wait(now_ms, self._cost.ms(alone), load):
             return False, alone
         return True, beside or rest
+
+    def longest_ms(self, load: TokenLoad) -> float:
+        """Return how long a step with offline sequences may take: no token is late in the mean that is made by steps of
+        this length, with the prompts that are read between them, and no first token of a prompt that comes when such a
+        step begins."""
+        decoding_ms = self._cost.ms(0, load.decoding, load.context_tokens) if load.decoding else 0.0
+        further_ms, chance_ms = 0.0, 0.0
+        if load.sequences:
+            beside = load.sequences, max(load.context_tokens + load.unread_tokens, 0), load
+            further_ms, chance_ms = self.further_token_ms(*beside)
+            further_ms -= self._cost.ms(0, load.sequences, beside[1])
+        token_ms = min(load.tpot_ms, load.least_tpot_ms) - further_ms - _CHANCE * chance_ms
+        first_ms = load.ttft_ms - self.first_token_ms(max(1, round(load.mean_prompt)), load)
+        return max(decoding_ms, min(token_ms, _RESIDUAL * first_ms)) if load.sequences else _RESIDUAL * first_ms
 
     def _most_tokens(self, rest: int, most: int, left_ms: float, beside: TokenLoad) -> int:
         """Return how many tokens of prompts a step reads at most in so many ms, at least the rest of the first; 0 where

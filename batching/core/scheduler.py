@@ -96,6 +96,7 @@ class Scheduler(ABC):
     summary: ClassVar[str]
     options_type: ClassVar[type[SchedulerOptions]] = SchedulerOptions
     preempts: ClassVar[bool] = False  # True: needs a driver that can abort a running batch
+    takes_offline: ClassVar[bool] = False  # True: it has `add_offline`
 
     system: System
     next_wake_ms: float  # inf: only an event can change anything
@@ -148,7 +149,15 @@ class Scheduler(ABC):
     def queued(self, program: int) -> int:
         """Return how many requests of a program wait for a batch."""
 
-    # A scheduler that plans with no measured numbers need not override the rest.
+    # A scheduler that plans with no measured numbers, and runs no offline work, need not override the rest.
+
+    def add_offline(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        """Take a request that runs only in time that no other one loses, or is dropped at its deadline (inf: never)."""
+        raise NotImplementedError(f"the scheduler '{self.name}' runs no offline work")
+
+    def queued_offline(self, program: int) -> int:  # noqa: ARG002
+        """Return how many offline requests of a program wait for a batch."""
+        return 0
 
     def step_order(self, gpulet: GeneratingGpulet) -> StepOrder | None:  # noqa: ARG002
         """Return the order of steps of a gpu-let that generates; None: vLLM's."""

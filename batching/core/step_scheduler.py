@@ -12,6 +12,10 @@ prefill): all are taken and decode, then come prompts, cut where the step is ful
 and values of a sequence that decodes, the one that was admitted last loses its own (preemption), and reads its prompt
 and what it had written again; no sequence is admitted in that step.
 
+Offline sequences are in a scheduler of their own inside, with the same memory. They take part in a step after all
+others and as far as the order leaves time, and lose memory and places as soon as another sequence needs them: they go
+on later as preempted ones do. No other sequence is counted, refused or given up for them.
+
 A step costs O(1), and O(log n) for each sequence that begins or ends in it: see `decoding.py`.
 """
 
@@ -49,18 +53,22 @@ class Step:
     """What one step holds.
 
     `chunks` are (sequence, tokens, tokens of it read before) of prompts. `first` and `last` are the sequences that make
-    their first and their last token in it. `preempted` lost their memory before it. `sequences` decode one token each,
-    with `context_tokens` of context together.
+    their first and their last token in it. `preempted` lost their memory before it, and offline ones that `gave_way`
+    likewise. `sequences` decode one token each, with `context_tokens` of context together; `offline` of them are
+    offline. `others` has the amounts without offline sequences, where there are some.
     """
 
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    gave_way: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     attention_pairs: int = 0
     sequences: int = 0
     context_tokens: int = 0
+    offline: int = 0
+    others: Step | None = None
 
 
 @dataclass(slots=True)
@@ -69,7 +77,8 @@ class TokenLoad:
 
     `decoding` of all `sequences` make tokens, and have `context_tokens`; `unread_tokens` of prompts have not run. The
     least time for a token that any is promised, and when the next token of one that decodes is due, are in ms. The
-    means are those of the last, about as many as run at once.
+    means are those of the last, about as many as run at once, and `ttft_ms` and `tpot_ms` the least times that these
+    allow.
     """
 
     decoding: int = 0
@@ -80,6 +89,8 @@ class TokenLoad:
     sequences: int = 0
     mean_prompt: float = 0.0
     mean_output: float = 1.0
+    ttft_ms: float = math.inf
+    tpot_ms: float = math.inf
 
 
 class Unkept(NamedTuple):
@@ -108,6 +119,9 @@ class StepOrder(Protocol):
         """Return whether sequences decode in a step, and how many tokens of prompts it reads at most (no other prompt
         than the first is cut for that); asked where both are possible."""
 
+    def longest_ms(self, load: TokenLoad) -> float:
+        """Return how long a step with offline sequences may take beside this load."""
+
 
 class _Lately:
     """The mean of the last figures, about `most`."""
@@ -135,17 +149,33 @@ def emptiest(replicas: Iterable[tuple[int, float]]) -> int:
     return loads.index(min(loads))
 
 
+class _LeastLately:
+    """The least of the last figures, about `most`: it rises slowly."""
+
+    def __init__(self, most: int) -> None:
+        self.least, self._most = math.inf, most
+
+    def add(self, figure: float) -> None:
+        rises = figure > self.least and figure < math.inf
+        self.least = self.least + (figure - self.least) / self._most if rises else min(figure, self.least)
+
+
 class StepScheduler:
     """The sequences of one replica. Invariant: blocks in use never exceed the limit."""
 
-    def __init__(self, limits: StepLimits, order: StepOrder | None = None) -> None:
+    def __init__(self, limits: StepLimits, order: StepOrder | None = None, beside: StepScheduler | None = None) -> None:
+        """Begin without sequences; `beside`: the scheduler of those whose memory and places these offline ones use."""
         self.limits = limits
+        self._beside = beside
+        self._offline: StepScheduler | None = None  # None until there is an offline sequence
+        self._left = Step()  # has the offline ones that lost their memory since the last step
+        self._ttfts, self._allowed_tpots = _LeastLately(limits.max_sequences), _LeastLately(limits.max_sequences)
         self._order = order
         self.expired: list[int] = []  # given up before they began, since the driver emptied it
         self._give_ups: list[tuple[float, int, TokenSequence]] = []  # heap of (time, name, …) of those that wait
         self._unread = 0  # tokens of prompts
         self._tpots: list[tuple[float, int, TokenSequence]] = []  # heap of (time for a token, name, …)
-        self._blocks = KvBlocks(limits.kv_tokens, limits.block_tokens)
+        self._blocks: KvBlocks = KvBlocks(limits.kv_tokens, limits.block_tokens) if beside is None else beside._blocks
         self._decoding = Decoding(self._blocks)
         self._known: dict[int, TokenSequence] = {}
         self._queue: deque[TokenSequence] = deque()
@@ -199,6 +229,8 @@ class StepScheduler:
             len(self._known),
             self._prompts.mean,
             max(1.0, self._outputs.mean),
+            self._ttfts.least,
+            self._allowed_tpots.least,
         )
 
     def _least_tpot_ms(self) -> float:
@@ -228,8 +260,8 @@ class StepScheduler:
         return heap[0][0] if heap else math.inf
 
     def names(self) -> list[int]:
-        """Return all sequences that are here, the oldest first."""
-        return list(self._known)
+        """Return all sequences that are here, the oldest first, and then the offline ones."""
+        return [*self._known, *(() if self._offline is None else self._offline._known)]
 
     def add(
         self,
@@ -241,6 +273,7 @@ class StepScheduler:
         tpot_ms: float = math.inf,
         *,
         has_begun: bool = False,
+        offline: bool = False,
     ) -> Unkept | None:
         """Take a sequence that writes at most so many tokens; return why it cannot run, or None.
 
@@ -252,11 +285,17 @@ class StepScheduler:
             first_by_ms: see above.
             tpot_ms: the mean time allowed for each further token.
             has_begun: it wrote tokens elsewhere, and the order does not turn it away.
+            offline: it takes only what no other sequence needs, and the order does not turn it away.
         """
         why_not = self._too_long(prompt_tokens, output_tokens)
         if why_not is not None:
             return Unkept(Rule.LENGTH, f"{prompt_tokens} prompt and {output_tokens} output tokens{why_not}")
+        if offline:
+            self._offline = self._offline or StepScheduler(self.limits, beside=self)
+            return self._offline.add(sequence, prompt_tokens, output_tokens, now_ms, first_by_ms, tpot_ms)
         order = self._order
+        self._ttfts.add(first_by_ms - now_ms)
+        self._allowed_tpots.add(tpot_ms)
         if order is not None and not has_begun:
             unkept = order.refusal(prompt_tokens, now_ms, first_by_ms, tpot_ms, self.load)
             if unkept is not None:
@@ -295,7 +334,7 @@ class StepScheduler:
         """Forget a sequence and free its memory at once; False if there is none of that number."""
         one = self._known.pop(sequence, None)
         if one is None:
-            return False
+            return self._offline is not None and self._offline.cancel(sequence)
         if one.state in (WAITING, READING):
             self._unread -= one.todo - one.read
         if one.state == WAITING:
@@ -333,14 +372,55 @@ class StepScheduler:
             self._read_on(step, self._reading, left)
         if self._queued and not step.preempted:
             self._admit(step, left - step.prompt_tokens, is_cut=most >= self.limits.max_batch_tokens)
-        if not step.sequences and not step.chunks:
+        if not step.sequences and not step.chunks and not decodes:
             # What the order held back alone could run: memory was short for prompts.
-            if decodes:
-                return None
             self._decode(step)
         if order is not None and step.chunks:
             self._pace(order.ends_ms(now_ms, step), step)
+        if self._offline is not None and self._offline._known:
+            self._take_offline(self._offline, step, now_ms)
+        if decodes and not step.sequences and not step.chunks:
+            return None
+        step.gave_way, self._left.preempted = self._left.preempted, []
         return step
+
+    def _take_offline(self, offline: StepScheduler, step: Step, now_ms: float) -> None:
+        """Let offline sequences decode in a step, and read prompts in one that reads no others, as far as the order
+        leaves time. When those that decode are too many for that, the last one leaves."""
+        while offline._give_ups and offline.gives_up_ms <= now_ms:
+            offline._give_up(offline._give_ups[0][1])
+        self.expired += offline.expired
+        offline.expired.clear()
+        longest_ms = math.inf if self._order is None else self._order.longest_ms(self.load)
+        step.others = Step(prompt_tokens=step.prompt_tokens, attention_pairs=step.attention_pairs)
+        step.others.sequences, step.others.context_tokens = step.sequences, step.context_tokens
+        reads = not step.chunks and not self._queued
+        if offline._decoding.sequences:
+            beside = offline._decoding
+            context = step.context_tokens + beside.context_tokens + len(beside.sequences)
+            if self._is_within(longest_ms, now_ms, step, 0, len(beside.sequences), context):
+                offline._decode(step)
+            elif reads and len(beside.sequences) > 1:
+                offline._preempt(self._left)
+        most = min(self.limits.max_batch_tokens - step.sequences, offline._unread) if reads else 0
+        if self._left.preempted:
+            return
+        while most > 0 and not self._is_within(longest_ms, now_ms, step, most, 0, step.context_tokens):
+            most //= 2
+        if most and offline._reading is not None:
+            offline._read_on(step, offline._reading, most)
+        if most and offline._queued and not self._left.preempted:
+            offline._admit(step, most - step.prompt_tokens, is_cut=True)
+
+    def _is_within(
+        self, longest_ms: float, now_ms: float, step: Step, tokens: int, sequences: int, context_tokens: int
+    ) -> bool:
+        """Return whether a step with so much more takes no longer."""
+        if self._order is None:
+            return True
+        more = Step(prompt_tokens=step.prompt_tokens + tokens, attention_pairs=step.attention_pairs)
+        more.sequences, more.context_tokens = step.sequences + sequences, context_tokens
+        return self._order.ends_ms(now_ms, more) - now_ms <= longest_ms
 
     def _give_up(self, sequence: int) -> None:
         self.cancel(sequence)
@@ -357,9 +437,12 @@ class StepScheduler:
 
     def decoding(self, step: Step) -> list[int]:
         """Return the sequences that decode in the step that was decided last."""
-        if not step.sequences:
-            return []
-        ended = [name for name in step.last if self._known[name].read > self._known[name].todo]
+        names = [] if self._offline is None or not step.offline else self._offline._decoded(step)
+        return names + self._decoded(step) if step.sequences > step.offline else names
+
+    def _decoded(self, step: Step) -> list[int]:
+        known = [(name, self._known[name]) for name in step.last if name in self._known]
+        ended = [name for name, one in known if one.read > one.todo]
         turn = self._decoding.turn
         return [name for name, one in self._decoding.sequences.items() if one.began < turn] + ended
 
@@ -369,12 +452,16 @@ class StepScheduler:
             one = self._known.get(name)
             if one is not None and one.state == ENDING:
                 self.cancel(name)
+        if self._offline is not None:
+            self._offline.done(step)
         for name in ended:
             self.cancel(name)
 
     def quiet_steps(self) -> int:
         """Return how many steps would now follow in which the same sequences decode and nothing else happens."""
         if self._reading is not None or (self._queued and not self._is_blocked):
+            return 0
+        if self._offline is not None and self._offline._known:
             return 0
         return self._decoding.quiet_turns()
 
@@ -386,12 +473,14 @@ class StepScheduler:
 
     def _decode(self, step: Step) -> None:
         decoding = self._decoding
-        while decoding.next_blocks > self._blocks.free:
-            self._preempt(step)
+        while not self._has_blocks(decoding.next_blocks):
+            self._preempt(step if self._beside is None else self._beside._left)
         if not decoding.sequences:
             return
         decoding.advance()
-        step.sequences, step.context_tokens = len(decoding.sequences), decoding.context_tokens
+        step.sequences += len(decoding.sequences)
+        step.context_tokens += decoding.context_tokens
+        step.offline += 0 if self._beside is None else len(decoding.sequences)
         while (one := decoding.pop_ended()) is not None:
             del self._running[one.name]
             self._end(step, one)
@@ -399,8 +488,8 @@ class StepScheduler:
     def _read_on(self, step: Step, one: TokenSequence, left: int) -> None:
         tokens = min(left, one.todo - one.read)
         need = self._blocks.needed(one.read + tokens) - one.blocks
-        if need > self._blocks.free:
-            self._preempt(step)  # it was admitted last
+        if not self._has_blocks(need):
+            self._preempt(step if self._beside is None else self._beside._left)  # it was admitted last
         elif tokens > 0:
             self._read(step, one, tokens, need)
 
@@ -408,7 +497,7 @@ class StepScheduler:
         while left > 0 and self._reading is None and (one := self._head()) is not None:
             if one.todo > left and step.chunks and not is_cut:
                 break
-            if self.running >= self.limits.max_sequences or self._blocks.needed(one.todo) > self._blocks.free:
+            if not self._has_place() or not self._has_blocks(self._blocks.needed(one.todo)):
                 self._is_blocked = True
                 return
             self._queue.popleft()
@@ -419,6 +508,22 @@ class StepScheduler:
             self._read(step, one, tokens, self._blocks.needed(tokens))
             left -= tokens
         self._is_blocked = False
+
+    def _has_place(self) -> bool:
+        """Return whether one more sequence may run; an offline one leaves for it."""
+        offline, most = self._offline, self.limits.max_sequences
+        if self._beside is not None:
+            return self.running + self._beside.running < most
+        if offline is not None and offline._running and self.running + offline.running >= most:
+            offline._preempt(self._left)
+        return self.running + (0 if offline is None else offline.running) < most
+
+    def _has_blocks(self, blocks: int) -> bool:
+        """Return whether so many blocks are free; offline sequences leave for them, the last one first."""
+        offline = self._offline
+        while blocks > self._blocks.free and offline is not None and offline._running:
+            offline._preempt(self._left)
+        return blocks <= self._blocks.free
 
     def _read(self, step: Step, one: TokenSequence, tokens: int, need: int) -> None:
         """Let a sequence read so many tokens in the step, for which it takes `need` blocks."""

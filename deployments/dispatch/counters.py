@@ -17,7 +17,7 @@ from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Hist
 from tenuto.deployments.dispatch.in_flight import Batch, OpenGeneration, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus, SizeCounts
+from tenuto.deployments.wire.status import Event, ModelCounts, ModelStatus, OfflineCounts, SizeCounts
 from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.placement.plan import ExpectedModel
@@ -67,6 +67,11 @@ class ModelCounters(ModelCounts, kw_only=True):
         if bounds != self.latency_s.bounds:
             self.latency_s, self.batching_s, self.gpulet_queue_s, self.execution_s = (Histogram(bounds) for _ in "1234")
 
+    def as_offline(self, queued: int) -> OfflineCounts:
+        """Return the counts of a model's offline requests, of which so many wait."""
+        self.queued = queued
+        return OfflineCounts(**{name: getattr(self, name) for name in OfflineCounts.__struct_fields__})
+
     def status(self, spec: ModelSpec, expected: ExpectedModel | None, queued: int) -> ModelStatus:
         """Return the counts, and beside them what the plan asks of the model and expects of it."""
         self.slo_ms, self.rate_rps, self.queued, self.counted_at_s = spec.slo_ms, spec.rate_rps, queued, time.time()
@@ -88,10 +93,11 @@ class ModelCounters(ModelCounts, kw_only=True):
 class Counters:
     """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as cancelled.
     A client's request of several samples is one request, which ends with its last sample, or with the first that is
-    refused."""
+    refused. What is offline has counters of its own, and no part in the autoscale advice."""
 
     def __init__(self) -> None:
         self.counters: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
+        self.offline: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
         self.ended = RequestLog()
         self.advice = LiveAdvice()
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)  # of gpu-lets and plans, the newest first
@@ -100,18 +106,25 @@ class Counters:
         """Note an event for operators: what happened, and in `why` to which gpu-let or plan and for what reason."""
         self.events.appendleft(Event(time.time(), what, why))
 
-    def status(self, plan: Plan, waiting: Mapping[str, int]) -> dict[str, ModelStatus]:
-        """Return the counts of every model of a plan, of which so many requests wait."""
+    def of(self, request: Request | OpenGeneration) -> ModelCounters:
+        """Return the counters of a request or generation."""
+        return (self.offline if request.offline else self.counters)[request.name]
+
+    def status(self, plan: Plan, waiting: Mapping[str, int], offline: Mapping[str, int]) -> dict[str, ModelStatus]:
+        """Return the counts of every model of a plan, of which so many requests wait, and so many offline ones."""
         expected = plan.expected.models
-        return {
+        status = {
             spec.name: self.counters[spec.name].status(spec, expected.get(spec.name), waiting[spec.name])
             for spec in plan.models
         }
+        for name in status.keys() & self.offline.keys():
+            status[name].offline = self.offline[name].as_offline(offline[name])
+        return status
 
     def executed(self, requests: list[Request], executed: Executed, now_ms: float) -> None:
         """Count and remember samples of one model that ran, and the requests that are answered with them. After its
         deadline an answer is `late`."""
-        counters = self.counters[requests[0].name]
+        counters = self.of(requests[0])
         ended = [request for request in requests if request.samples is None or request.samples.end_one()]
         good, count = sum([now_ms <= request.deadline_ms for request in ended]), len(ended)
         if requests[0].sizes:
@@ -127,16 +140,16 @@ class Counters:
         sent_ms = executed.sent_ms
         counters.latency_s.add_all([(now_ms - request.arrived_ms) / 1000.0 for request in ended])
         counters.batching_s.add_all([(sent_ms - request.arrived_ms) / 1000.0 for request in ended])
-        if not counters.shadow:
+        if not counters.shadow and not requests[0].offline:
             self.advice.ended(good=good, bad=count - good)
         self.ended.add_executed(requests, executed, now_ms)
 
     def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
         """Count and remember a request that is refused now."""
         if request.samples is None or request.samples.end_all():
-            self._refused(request.name, request.arrived_ms, refused, now_ms)
+            self._refused(request, refused, now_ms)
             if request.sizes:
-                counters = self.counters[request.name]
+                counters = self.of(request)
                 of_size = counters.by_size[-1] if refused.rule is Rule.SIZE else counters.of_size(request)
                 of_size.count(refused.outcome)
         self.ended.add_refused(
@@ -145,7 +158,7 @@ class Counters:
 
     def submitted(self, request: Request) -> None:
         """Count a sample that is asked for, and the request that it belongs to once."""
-        counters, samples = self.counters[request.name], request.samples
+        counters, samples = self.of(request), request.samples
         counters.samples += 1
         if samples is None or not samples.is_counted:
             counters.submitted += 1
@@ -155,31 +168,31 @@ class Counters:
     def cancelled(self, request: Request) -> None:
         """Count a request whose client went away."""
         if request.samples is None or request.samples.end_all():
-            self.counters[request.name].cancelled += 1
+            self.of(request).cancelled += 1
 
-    def _refused(self, model: str, arrived_ms: float, refused: Refused, now_ms: float) -> None:
-        counters = self.counters[model]
-        counters.failed_ms += max(0.0, now_ms - arrived_ms)
+    def _refused(self, request: Request | OpenGeneration, refused: Refused, now_ms: float) -> None:
+        counters = self.of(request)
+        counters.failed_ms += max(0.0, now_ms - request.arrived_ms)
         counters.count(refused.outcome)
-        if not counters.shadow:
+        if not counters.shadow and not request.offline:
             self.advice.ended(bad=1)
 
     def generation_submitted(self, generation: OpenGeneration) -> None:
         """Count a generation that is asked for."""
-        counters = self.counters[generation.name]
+        counters = self.of(generation)
         counters.submitted += 1
         counters.samples += 1
 
     def token_came(self, generation: OpenGeneration, now_ms: float) -> None:
         """Count a token that comes now, whatever becomes of its generation."""
-        counters = self.counters[generation.name]
+        counters = self.of(generation)
         counters.written_tokens += 1
         if not generation.made:
             counters.ttft_s.add((now_ms - generation.arrived_ms) / 1000.0)
 
     def generated(self, generation: OpenGeneration, now_ms: float) -> None:
         """Count and remember a generation that ended by itself."""
-        counters = self.counters[generation.name]
+        counters = self.of(generation)
         is_good = generation.missed is Rule.NONE
         counters.ok += is_good
         counters.late += not is_good
@@ -190,20 +203,23 @@ class Counters:
         counters.latency_s.add((now_ms - generation.arrived_ms) / 1000.0)
         if generation.tokens > 1:
             counters.tpot_s.add(generation.measured_tpot_ms / 1000.0)
-        if not counters.shadow:
+        if not counters.shadow and not generation.offline:
             self.advice.ended(good=int(is_good), bad=int(not is_good))
         self.ended.add_generated(generation, now_ms)
 
     def generation_refused(self, generation: OpenGeneration, refused: Refused, now_ms: float) -> None:
         """Count and remember a generation that is refused, or fails after some tokens."""
-        self.counters[generation.name].generated_tokens += generation.tokens
-        self._refused(generation.name, generation.arrived_ms, refused, now_ms)
+        self.of(generation).generated_tokens += generation.tokens
+        self._refused(generation, refused, now_ms)
         self.ended.add_refused(
             generation.client_id, generation.name, generation.arrived_ms, generation.first_by_ms, refused, now_ms
         )
 
     def batch_sent(self, batch: Batch, signature: ModelSignature | None) -> None:
-        """Count a batch that was sent, for each model in it. `signature`: of the model, if requests have sizes."""
+        """Count a batch that was sent, for each model in it, unless it is all offline. `signature`: of the model, if
+        requests have sizes."""
+        if batch.online_part == 0.0:
+            return
         for model, rows in batch.members:
             counters = self.counters[model]
             counters.batches += 1

@@ -24,11 +24,12 @@ from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.open_requests import OpenRequests
 from tenuto.deployments.dispatch.rehearsals import Compute
 from tenuto.deployments.dispatch.sent_batches import SentBatches
+from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
 from tenuto.deployments.wire.tensors import InputPart
-from tenuto.outcome import Rule
+from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.generating import Sampling
@@ -118,7 +119,7 @@ class Dispatcher:
         if self._ticker is None:
             self._tick()
         for request in self._requests.waiting():
-            self._core.add(request, now)
+            self._add(request, now)
         self._core.carry_out(now)
         self._on_change()
 
@@ -149,6 +150,7 @@ class Dispatcher:
         yields: bool = False,
         samples: Samples | None = None,
         sizes: tuple[int, ...] = (),
+        offline: bool = False,
     ) -> Request:
         """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
         the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
@@ -166,6 +168,7 @@ class Dispatcher:
             yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
             samples: the client's request that this is one sample of, if that has several.
             sizes: of its inputs, in the order of the model's signature; () for a model of fixed shapes.
+            offline: the request waits for time that costs no other one its deadline; only a full queue refuses it.
 
         Raises:
             KeyError: the plan has no such model.
@@ -188,15 +191,19 @@ class Dispatcher:
             yields=yields,
             samples=samples,
             sizes=sizes,
+            offline=offline,
         )
         self.accounts.submitted(request)
         requests.add(request)
         if size_class is None:
             requests.refuse_larger(request)
             return request
-        waiting = core.scheduler.queued(served.program)
+        waiting = core.scheduler.queued_offline(served.program) if offline else core.scheduler.queued(served.program)
         if waiting >= self._max_queued:
             requests.reject(request, Rule.FULL, f"{self._max_queued} requests of '{model}' are waiting")
+        elif offline:
+            self._add(request, now)
+            core.carry_out_refusals(now)
         elif yields and waiting >= served.batch_size:
             why = f"it has a lower priority, and a full batch of '{model}' waits"
             requests.reject(request, Rule.YIELDED, why)
@@ -206,6 +213,14 @@ class Dispatcher:
             core.add(request, now)
             core.carry_out_refusals(now)
         return request
+
+    def _add(self, request: Request, now: float) -> None:
+        """Give the core a request, unless the core knows no offline work and the request is some."""
+        if request.offline and not self._core.scheduler.takes_offline:
+            reason = f"the scheduler '{self._core.scheduler.name}' runs no offline work. Serve with 'deferred'."
+            self._requests.refuse(request, Refused(Outcome.FAILED, reason))
+        else:
+            self._core.add(request, now)
 
     def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
         """Give an admitted request its tensors, one per input in the order of the signature, for one sample.
@@ -241,6 +256,7 @@ class Dispatcher:
         tpot_ms: float = INF,
         client_id: str = "",
         made: Sequence[int] = (),
+        offline: bool = False,
     ) -> OpenGeneration:
         """Generate after a prompt; `asker` is told of each token.
 
@@ -254,6 +270,7 @@ class Dispatcher:
             tpot_ms: mean time allowed for each further one.
             client_id: the client's id of the request.
             made: tokens that `asker` was told of by a dispatcher that is gone; it is told of those behind them.
+            offline: its steps cost no other generation its bounds; only a full queue refuses it.
 
         Raises:
             KeyError: the plan has no such model.
@@ -261,8 +278,10 @@ class Dispatcher:
         _ = self._requests.models[model]
         arrived = self._core.time.clock_ms if arrived_ms is None else arrived_ms
         bounds = arrived, arrived + ttft_ms, tpot_ms
-        generation = OpenGeneration(-1, model, *bounds, client_id, prompt, sampling, asker, list(made), len(made))
-        self._batches.generations.begin(generation)
+        generation = OpenGeneration(
+            -1, model, *bounds, client_id, prompt, sampling, asker, list(made), len(made), offline=offline
+        )
+        self._batches.generations.begin(generation, self._max_queued)
         return generation
 
     def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
@@ -295,13 +314,18 @@ class Dispatcher:
             plan=self._plan_data,
             policy=plan.policy.name,
             gpulets=self.gpulets(),
-            models=accounts.status(plan, self._requests.count_waiting()),
+            models=accounts.status(plan, self._requests.count_waiting(), self._waiting_offline()),
             network=self._core.network(),
             autoscale=accounts.advice.status(self._clock()),
             scheduler=scheduler,
             schedulers=[] if scheduler is None else [scheduler],
             events=list(accounts.events),
         )
+
+    def _waiting_offline(self) -> dict[str, int]:
+        """Return how many offline requests of every model wait for a batch, or are generated with at its gpu-lets."""
+        batched, generations = self._requests.count_waiting(offline=True), self._batches.generations
+        return {name: count + generations.count_offline(name) for name, count in batched.items()}
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""

@@ -334,6 +334,7 @@ class BundleServer:
                 tpot_ms=message.tpot_ms,
                 client_id=message.client_id,
                 made=message.made,
+                offline=message.offline,
             )
         except KeyError:
             tokens.fail(Refused(Outcome.FAILED, f"'{message.model}' was removed from the plan"))
@@ -349,6 +350,7 @@ class BundleServer:
             yields=row.yields,
             samples=samples,
             sizes=row.sizes,
+            offline=row.offline,
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:

@@ -7,6 +7,7 @@ batches before their connection closes. The fleet decides nothing about batches.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,7 @@ class AttachedGpulet:
     batches: int = 0
     lost: int = 0  # how often its connection ended
     generating: set[int] = field(default_factory=set)  # the numbers of its generations
+    offline: Counter[str] = field(default_factory=Counter)  # how many of those are offline, by model
     held: HeldBlocks = field(default_factory=HeldBlocks)  # what its generations held after its last step
 
     @property

@@ -17,6 +17,7 @@ from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.dispatch.leadership import Leadership
+from tenuto.deployments.dispatch.open_requests import FULL_S
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.messages import EndedSequence, Generated, StopGenerating
 from tenuto.outcome import Outcome, Rule
@@ -45,10 +46,19 @@ class Generations:
         self._open: dict[int, OpenGeneration] = {}
         self._at: dict[int, AttachedGpulet] = {}
 
-    def begin(self, generation: OpenGeneration) -> None:
-        """Send a generation to a gpu-let. When there is none, its asker is told so before this returns."""
+    def begin(self, generation: OpenGeneration, most_offline: int) -> None:
+        """Send a generation to a gpu-let. When there is none, or `most_offline` of the model are open and it is one
+        more, its asker is told so before this returns."""
         self._accounts.generation_submitted(generation)
-        self._send(generation)
+        if generation.offline and self.count_offline(generation.name) >= most_offline:
+            reason = f"{most_offline} offline requests of '{generation.name}' are open; retry in {FULL_S:g} s"
+            self._fail(generation, Refused(Outcome.REJECTED, reason, FULL_S, rule=Rule.FULL))
+        else:
+            self._send(generation)
+
+    def count_offline(self, model: str) -> int:
+        """Return how many offline generations of a model are open."""
+        return sum(gpulet.offline.get(model, 0) for gpulet in self._fleet)
 
     def _send(self, generation: OpenGeneration, last: AttachedGpulet | None = None, why: str = "") -> None:
         """Send a generation to a gpu-let, to another than the `last` one if there is one. `why` it is not there any
@@ -65,7 +75,13 @@ class Generations:
             rule = Rule.LOST if why else Rule.NONE
             self._fail(generation, Refused(Outcome.FAILED, f"{why}, and {none}" if why else none, 2.0, rule=rule))
             return
-        gpulet = able[emptiest((len(each.generating), each.planned_rps(name)) for each in able)]
+        if generation.offline:
+            gpulet = min(able, key=lambda each: each.offline[name])
+            gpulet.offline[name] += 1
+        else:
+            gpulet = able[
+                emptiest((len(each.generating) - each.offline.total(), each.planned_rps(name)) for each in able)
+            ]
         # A new number at each gpu-let: what comes late from the last one is nobody's.
         number = generation.number = next(self._numbers)
         generation.gpulet = gpulet.id
@@ -89,7 +105,7 @@ class Generations:
         if is_answered:
             self._accounts.generated(generation, self._clock_ms())
         else:
-            self._accounts.counters[generation.name].cancelled += 1
+            self._accounts.of(generation).cancelled += 1
         self._stop(generation)
 
     def _stop(self, generation: OpenGeneration) -> None:
@@ -97,9 +113,9 @@ class Generations:
 
     def _forget(self, number: int) -> AttachedGpulet:
         """Return the gpu-let of a generation that is open no more."""
-        del self._open[number]
-        gpulet = self._at.pop(number)
+        generation, gpulet = self._open.pop(number), self._at.pop(number)
         gpulet.generating.discard(number)
+        gpulet.offline[generation.name] -= generation.offline
         return gpulet
 
     def came(self, gpulet: AttachedGpulet, generated: Generated) -> None:
@@ -109,7 +125,8 @@ class Generations:
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
-            self._accounts.advice.executed(gpulet.id, generated.execution_ms)
+            if len(gpulet.generating) > gpulet.offline.total():
+                self._accounts.advice.executed(gpulet.id, generated.execution_ms)
         for number, scores in generated.scores:
             if (generation := self._open.get(number)) is not None:
                 generation.asker.scored(scores)

@@ -60,7 +60,7 @@ class Request(msgspec.Struct, eq=False):
     order, from `Dispatcher.start` on. `memory` is the shared memory in which the tensors lie, if any. `client_id` is
     the client's id of the request. `reserve_ms` is kept of the deadline for the way back. `is_waiting`: the request is
     in no batch. `yields`: other requests of its model go first. `samples`: those of the same request of a client, when
-    that has several. `sizes`: in the order of the model's signature.
+    that has several. `sizes`: in the order of the model's signature. `offline`: it may cost no other its deadline.
 
     A request does not refer to its batch, and its asker forgets it at its end. Otherwise there would be cycles of
     references, which only Python's collector frees; with 50,000 objects that stops the process for 85 ms.
@@ -81,6 +81,7 @@ class Request(msgspec.Struct, eq=False):
     yields: bool = False
     samples: Samples | None = None
     sizes: tuple[int, ...] = ()
+    offline: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +106,7 @@ class Batch:
 
     `members` are its models with their number of rows, in the order of the requests, which is by model. `start_ms` and
     `finish_ms` are the core's estimates. `plan_number` counts the plans: it tells under which plan the batch was made.
-    `rerun` is what this batch is a part of, if it is run again.
+    `rerun` is what this batch is a part of, if it is run again. `online_part` of its requests are not offline.
     """
 
     number: int
@@ -118,9 +119,11 @@ class Batch:
     finish_ms: float
     rerun: Rerun | None = None
     members: list[tuple[str, int]] = field(init=False)
+    online_part: float = field(init=False)
     _held: list[Held] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.online_part = 1.0 - sum([request.offline for request in self.requests]) / (len(self.requests) or 1)
         if self.requests and self.requests[0].name != self.name:
             self.members = list(Counter(request.name for request in self.requests).items())
         else:
@@ -228,7 +231,8 @@ class TokenAsker(Protocol):
 class OpenGeneration(msgspec.Struct, eq=False):
     """A generation from its admission to its end. Times are ms on this process' clock; those of tokens are NaN before
     there are any. `gpulet` is where it runs, and `number` is its number there. `made` are its tokens, also those that
-    it `had` when it came here. `was_retried`: it lost a process, and has made no token since."""
+    it `had` when it came here. `was_retried`: it lost a process, and has made no token since. `offline`: it may cost no
+    other its bounds."""
 
     number: int
     name: str
@@ -245,6 +249,7 @@ class OpenGeneration(msgspec.Struct, eq=False):
     first_ms: float = math.nan
     last_ms: float = math.nan
     was_retried: bool = False
+    offline: bool = False
 
     @property
     def tokens(self) -> int:
@@ -289,4 +294,4 @@ class OpenGeneration(msgspec.Struct, eq=False):
         """Return it as it is asked of another process."""
         first_in_ms = math.inf if self.made else self.first_by_ms - now_ms
         question = self.number, self.name, self.prompt, self.sampling, first_in_ms, self.tpot_ms, self.client_id
-        return Generate(*question, self.made)
+        return Generate(*question, self.made, self.offline)

@@ -16,6 +16,7 @@ from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
 
+FULL_S = 10.0  # pace: until a client asks again that has met a full queue of offline requests
 _TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
 
 
@@ -114,9 +115,9 @@ class OpenRequests:
         """Return those that wait for a batch."""
         return [request for request in self._open.values() if request.is_waiting]
 
-    def count_waiting(self) -> dict[str, int]:
-        """Return how many of each model wait for a batch."""
-        waiting = Counter(request.name for request in self.waiting())
+    def count_waiting(self, *, offline: bool = False) -> dict[str, int]:
+        """Return how many of each model wait for a batch, of those that are `offline` or of all others."""
+        waiting = Counter(request.name for request in self.waiting() if request.offline == offline)
         return {name: waiting[name] for name in self.models}
 
     def is_open(self, request: Request) -> bool:
@@ -138,7 +139,12 @@ class OpenRequests:
         rows = [(request, row) for row, request in enumerate(requests) if opened.pop(request.id, None) is not None]
         if not rows:
             return
-        self._accounts.executed([request for request, _ in rows], executed, self._clock_ms())
+        ran = [request for request, _ in rows]
+        offline = [request for request in ran if request.offline]
+        if offline and len(offline) < len(ran):
+            ran = [request for request in ran if not request.offline]
+            self._accounts.executed(offline, executed, self._clock_ms())
+        self._accounts.executed(ran, executed, self._clock_ms())
         for request, row in rows:
             request.asker.executed(request, executed, row)
 
@@ -150,7 +156,8 @@ class OpenRequests:
 
     def reject(self, request: Request, rule: Rule, reason: str) -> None:
         """Refuse a request because too many others of its model wait."""
-        wait_s = max(0.1, self.models[request.name].slo_ms / 1000.0)  # pace: at least so long until a client asks again
+        # Pace: at least so long until a client asks again.
+        wait_s = FULL_S if request.offline else max(0.1, self.models[request.name].slo_ms / 1000.0)
         self.refuse(request, Refused(Outcome.REJECTED, f"{reason}; retry in {wait_s:g} s", wait_s, rule=rule))
 
     def refuse_larger(self, request: Request) -> None:

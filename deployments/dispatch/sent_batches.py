@@ -249,7 +249,7 @@ class SentBatches:
         self._done(gpulet, batch, now)
         # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
         core.wake(now)
-        self._accounts.advice.executed(gpulet.id, ran.execution_ms)
+        self._accounts.advice.executed(gpulet.id, ran.execution_ms * batch.online_part)
         state = gpulet.connection.state
         for requests, executed in split_reply(
             batch,

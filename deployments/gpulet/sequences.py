@@ -92,7 +92,7 @@ class OpenSequences:
             return
         lengths = len(prompt) + len(made), sampling.max_tokens - len(made)
         bounds = now_ms, first_by_ms, message.tpot_ms
-        unkept = self._scheduler.add(number, *lengths, *bounds, has_begun=bool(made))
+        unkept = self._scheduler.add(number, *lengths, *bounds, has_begun=bool(made), offline=message.offline)
         if unkept is not None:
             wait_s = None if unkept.wait_ms is None else unkept.wait_ms / 1000.0
             rejected = Refused(Outcome.REJECTED, unkept.why, wait_s, self._id, unkept.rule)
@@ -125,8 +125,8 @@ class OpenSequences:
             self._end(number, self._due(Rule.CUT))
         if step is None:
             return _LATER_S
-        for number in step.preempted:
-            self._preempted += 1
+        self._preempted += len(step.preempted)
+        for number in (*step.preempted, *step.gave_way):
             self.generator.preempt(number)
         chunks = [(number, tokens) for number, tokens, _ in step.chunks]
         chunks += [(number, 1) for number in self._scheduler.decoding(step)]

@@ -131,6 +131,13 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
         "computed_elements", "The same with what these batches were padded with.", lambda s: s.computed_elements
     )
     yield each.gauge("queue_length", "Samples that wait for a batch.", lambda m: m.queued)
+    offline = {name: model.offline for name, model in models.items() if model.offline is not None}
+    offline_ends = [((name, end), count) for name, row in offline.items() for end, count in row.by_outcome.items()]
+    yield _Rows(("model", "outcome"), offline_ends).counter(
+        "offline_requests", "Offline requests that ended, by outcome; they are in no other figure.", float
+    )
+    queued = _Rows(("model",), (((name,), row) for name, row in offline.items()))
+    yield queued.gauge("offline_queue_length", "Offline requests that wait or are generated.", lambda row: row.queued)
     writing = _Rows(("model",), (((name,), model) for name, model in models.items() if model.written_tokens))
     yield writing.histogram("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.ttft_s)
     yield writing.histogram(

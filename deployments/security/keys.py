@@ -32,7 +32,8 @@ _LEAST_PART = 0.01  # fitted: the part of a key's rate that every gateway may us
 class KeyEntry(StrictModel):
     """One client. `sha256`: the hash of its key, in hex. `models`: names of models, or patterns with `*`. `rate_rps`:
     the most requests per second on average (absent: no limit). `burst`: the most at once (default: a second's worth).
-    `tokens_per_s`: the most tokens per second on average that models read and write for it (absent: no limit)."""
+    `tokens_per_s`: the most tokens per second on average that models read and write for it (absent: no limit).
+    `offline`: its requests may cost no other one its deadline, and have none of their own."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")]
     sha256: str
@@ -40,6 +41,7 @@ class KeyEntry(StrictModel):
     rate_rps: Annotated[float, Field(gt=0, le=1e9)] | None = None
     burst: Annotated[int, Field(ge=1, le=10**9)] | None = None
     tokens_per_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    offline: bool = False
 
     @property
     def is_limited(self) -> bool:

@@ -154,7 +154,7 @@ class BatchFailed(_Message, tag=6):
 class Generate(_Message, tag=18):
     """Generate after this prompt. The sender numbers its sequences. `first_in_ms`: the time that is left for the first
     token; `tpot_ms`: the mean time allowed for each further one. Both are infinite where there is no bound. `made` are
-    tokens that the sequence got elsewhere: it goes on behind them."""
+    tokens that the sequence got elsewhere: it goes on behind them. `offline`: it may cost no other its bounds."""
 
     number: int
     model: str
@@ -164,6 +164,7 @@ class Generate(_Message, tag=18):
     tpot_ms: float
     client_id: str
     made: list[int] = []  # msgspec copies defaults
+    offline: bool = False
 
 
 class StopGenerating(_Message, tag=19):
@@ -243,7 +244,8 @@ class TakeCharge(_Message, tag=9):
 
 class RequestRow(NamedTuple):
     """One request. `deadline_at_ms` is the client's deadline, on the sender's clock; `reserve_ms` of it is kept for the
-    way back. When it `yields`, other requests of its model go first. `places` has the lengths and types of its inputs,
+    way back. When it `yields`, other requests of its model go first. `offline`: it may cost no other request its
+    deadline. `places` has the lengths and types of its inputs,
     as in `RunBatch`. When a client asked for several samples at once, each has a row; these follow each other with the
     number of the `first`, and `left` of them are not answered. `sizes`: in the order of its model's signature."""
 
@@ -258,6 +260,7 @@ class RequestRow(NamedTuple):
     first: int = -1
     left: int = 1
     sizes: tuple[int, ...] = ()
+    offline: bool = False
 
 
 class Requests(_Message, tag=10):

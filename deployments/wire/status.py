@@ -136,11 +136,19 @@ class ModelCounts(RequestCounts, kw_only=True):
     by_size: list[SizeCounts] = []  # msgspec copies defaults
 
 
+class OfflineCounts(RequestCounts, kw_only=True):
+    """The offline requests of one model, which count in no other figure of it. `queued` wait, and `generated_tokens`
+    are those of generations that ended."""
+
+    queued: int = 0
+    generated_tokens: int = 0
+
+
 class ModelStatus(ModelCounts, kw_only=True):
     """Counts with distributions of executed requests, in seconds: from arrival to answer, the wait for a batch, the
     wait at the gpu-let, and the execution. Of generations `ttft_s` is arrival to first token, and `tpot_s` the mean
-    time of each further one. `proxy_s` is the time before a proxy in front, if it says when requests
-    began."""
+    time of each further one. `proxy_s` is the time before a proxy in front, if it says when requests began. `offline`:
+    None while the model was asked for nothing offline."""
 
     latency_s: Buckets = Buckets()
     batching_s: Buckets = Buckets()
@@ -150,6 +158,7 @@ class ModelStatus(ModelCounts, kw_only=True):
     ttft_s: Buckets = Buckets()
     tpot_s: Buckets = Buckets()
     proxy_s: Buckets | None = None
+    offline: OfflineCounts | None = None
 
     def counts(self) -> ModelCounts:
         """Return the counts without the distributions."""

@@ -1,6 +1,6 @@
 """Ours: Symphony's deferred batching with a look ahead at all batches that wait.
 
-Three rules, each in a module of its own; docs/reference/scheduling.md draws them.
+Four rules, each in a module of its own; docs/reference/scheduling.md draws them.
 
 1. *Due* (`due.py`): a batch that has used the part `hold` of the time for which Symphony would hold it takes the
    fastest idle gpu-let.
@@ -11,6 +11,7 @@ Three rules, each in a module of its own; docs/reference/scheduling.md draws the
    the batch would lose more than it serves (`keeping_free.py`).
 3. *Cut* (`cut.py`, `allowance.py`): a batch is cut by the window rule. When a model exceeds its plan while others lose
    requests, its excess is turned away.
+4. *Offline* (`offline.py`): requests without an SLO run in time that no other request loses.
 
 This module applies the rules: it takes events, looks at the queues that an event concerns, and sends batches. An
 observer (`tenuto.batching.rehearsal`) may set `hold` and `defend` while it serves.
@@ -34,12 +35,13 @@ from tenuto.batching.core.deferred.keeping_free import kept_until
 from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
 from tenuto.batching.core.deferred.looking import look_at
 from tenuto.batching.core.deferred.offered_load import OfferedLoad
+from tenuto.batching.core.deferred.offline import OfflineRequests
 from tenuto.batching.core.deferred.recent_losses import RecentLosses
 from tenuto.batching.core.deferred.waiting import Waiting, WaitingPool, WaitingQueue
 from tenuto.batching.core.deferred_steps import DeferredSteps
 from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.gpulets import Gpulets
-from tenuto.batching.core.scheduler import Reject, SchedulerOptions
+from tenuto.batching.core.scheduler import Drop, Reject, SchedulerOptions
 from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.step_scheduler import StepOrder
@@ -86,6 +88,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     name = "deferred"
     summary = "Symphony with a look ahead at all waiting batches, and holding times chosen by rehearsal"
     options_type = DeferredOptions
+    takes_offline = True
 
     def __init__(self, system: System, options: SchedulerOptions | None = None, known: Known | None = None) -> None:
         """`known`: the measurements of another scheduler; by default the plan's numbers stand."""
@@ -108,6 +111,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         self._load = OfferedLoad(system, self._queues, self._gpulets, self._holding)
         self._losses = RecentLosses(self._queues)
         self._waiting = Waiting(self._queues, self._gpulets)
+        self._offline: OfflineRequests | None = None  # None until one comes
         self._is_resized = False  # gpu-lets were lost or came back since costs were adopted
         if known is not None:
             self._adopt(known.network)
@@ -209,6 +213,8 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         was_short = len(pool.waiting) > len(pool.idle)
         if self._gpulets.done(gpulet, now_ms) and was_short:
             self._touch([pool], now_ms)
+        if self._offline is not None and self._offline.waiting:
+            self.next_wake_ms = now_ms
 
     def _touch(self, pools: list[WaitingPool], now: float) -> None:
         """Look at once at the queues that wait for some pools."""
@@ -225,6 +231,8 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         if queues:
             self._look(queues, now_ms)
         at = self._waiting.next_ms()
+        if self._offline is not None and self._offline.waiting:
+            at = min(at, self._run_offline(self._offline, now_ms))
         self.next_wake_ms = expiries[0][0] if expiries and expiries[0][0] < at else at
 
     def _drop(self, queue: WaitingQueue, count: int, now: float) -> None:
@@ -362,6 +370,12 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
             allowance.serve(size)
         if queue.siblings and not allowance.exceeds:
             self._send_with_others(queue, pool, skip, size, now)
+        elif self._offline is not None and not queue.siblings:
+            along = self._offline.beside(queue, pool, size, queue.deadlines[skip], now)
+            ids = queue.remove(skip, skip + size)
+            self._send_ids(
+                queue.program, pool, ids + self._offline.take_batch(queue.program, along) if along else ids, now
+            )
         else:
             self._send(queue, pool, skip, size, now)
         return True
@@ -379,6 +393,37 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 if other.allowance.is_limited:
                     other.allowance.serve(count)
         self._send_ids(program, pool, ids, now)
+
+    # Offline requests -------------------------------------------------------------------------------------------------
+
+    def add_offline(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        queue = self._queue_of[model]
+        if self._offline is None:
+            self._offline = OfflineRequests(self._queues, self._gpulets)
+        self._offline.add(queue.program, request_id, deadline_ms - self._response_ms)
+        self.next_wake_ms = now_ms
+
+    def queued_offline(self, program: int) -> int:
+        return 0 if self._offline is None else len(self._offline.waiting.get(program, ()))
+
+    def _run_offline(self, offline: OfflineRequests, now: float) -> float:
+        """Send the offline batches that may go now; return when to look again."""
+        gpulets = self._gpulets
+        for program, request_id in offline.expired(now):
+            self.decisions.append(Drop(program, [request_id]))
+        look_at = offline.look_at(now)
+        for pool in gpulets.pools:
+            while offline.waiting:
+                open_at, gpulet = gpulets.open_at(pool, now)
+                program, size = -1, 0
+                if open_at - gpulets.way_ms(1) <= now + TIME_TOLERANCE_MS:
+                    program, size = offline.next_batch(pool, now, open_at, gpulet)
+                elif open_at < INF:
+                    look_at = min(look_at, open_at - gpulets.way_ms(1))
+                if not size:
+                    break
+                self._send_ids(program, pool, offline.take_batch(program, size), now)
+        return look_at
 
     # For an observer --------------------------------------------------------------------------------------------------
 
@@ -430,6 +475,12 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
     def status(self) -> SchedulerStatus:
         held = self._holding
         return SchedulerStatus(hold=held.hold, defend=held.defend, losing=self._losses.programs)
+
+    def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
+        program = self.system.program_of[model]
+        if self._offline is not None and self._offline.remove(program, request_id):
+            return True
+        return super().cancel(now_ms, model, request_id)
 
     # Everything else -------------------------------------------------------------------------------------------------
 

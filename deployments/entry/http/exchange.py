@@ -29,6 +29,7 @@ STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.enc
 SLO_HEADERS = (b"x-slo-ms",)
 TTFT_HEADERS = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
+PRIORITY_HEADER = b"x-priority"  # can only be `offline`
 RETRY_AFTER = "retry_after_s"  # in a refusal's JSON
 OPENAI = b"/v1/"  # what its URLs begin with
 # How OpenAI's interface names an error: its type and its code.

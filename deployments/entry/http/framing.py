@@ -13,7 +13,14 @@ from collections.abc import Mapping
 import httptools
 
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
-from tenuto.deployments.entry.http.exchange import SLO_HEADERS, TPOT_HEADERS, TTFT_HEADERS, Head, HttpError
+from tenuto.deployments.entry.http.exchange import (
+    PRIORITY_HEADER,
+    SLO_HEADERS,
+    TPOT_HEADERS,
+    TTFT_HEADERS,
+    Head,
+    HttpError,
+)
 from tenuto.deployments.wire.tensors import Buffer
 
 _HEAD_END = b"\r\n\r\n"
@@ -42,6 +49,7 @@ _ONCE = frozenset(
         b"x-api-key",
         b"content-encoding",
         b"inference-header-content-length",
+        PRIORITY_HEADER,
         *SLO_HEADERS,
         *TTFT_HEADERS,
         *TPOT_HEADERS,

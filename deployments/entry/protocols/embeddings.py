@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
-from tenuto.deployments.entry.protocols.openai_bodies import bad_field
+from tenuto.deployments.entry.protocols.openai_bodies import Priority, bad_field
 from tenuto.deployments.wire.tensors import Array, OutputTensor
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature, TextInput
@@ -36,6 +36,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True):
     dimensions: int | None = None
     user: str | None = None
     truncate: bool | None = None
+    priority: Priority = None
 
 
 class RerankDocument(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,6 +54,7 @@ class RerankBody(msgspec.Struct, forbid_unknown_fields=True):
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
     truncate: bool | None = None
+    priority: Priority = None
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,6 +64,7 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
     text_1: _Texts
     text_2: _Texts
     truncate: bool | None = None
+    priority: Priority = None
 
 
 TextBody = EmbeddingBody | RerankBody | ScoreBody
@@ -73,6 +76,7 @@ class TextQuestion(NamedTuple):
 
     texts: list[TextTokens]
     write: Callable[[Samples], bytes]
+    offline: bool = False
 
     @property
     def tokens(self) -> int:
@@ -90,7 +94,7 @@ def read_question(body: TextBody, model: str, signature: ModelSignature) -> Text
     if text is None or signature.answers == "classes":
         raise HttpError(400, f"'{model}' makes neither embeddings nor scores of texts. Ask /predict/MODEL.")
     try:
-        return _question(body, model, signature, text)
+        return _question(body, model, signature, text)._replace(offline=body.priority is not None)
     except InvalidInputError as error:  # of the tokenizer, for which no client can do anything
         raise HttpError(503, str(error)) from None
 

@@ -30,6 +30,7 @@ from h2.utilities import HeaderValidationFlags, validate_headers
 from tenuto.deployments.entry.http.body_memory import IncomingBody, unfinished
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import (
+    PRIORITY_HEADER,
     RETRY_AFTER,
     SLO_HEADERS,
     TPOT_HEADERS,
@@ -71,7 +72,16 @@ _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_MS = {b"H": 3.6e6, b"M": 6e4, b"S": 1e3, b"m": 1.0, b"u": 1e-3, b"n": 1e-6}  # format: of `grpc-timeout`
 # What of a call's metadata goes on as a header; whatever else is there says nothing to this server.
 _FORWARDED = frozenset(
-    (b"authorization", b"x-api-key", b"x-request-start", b"traceparent", *SLO_HEADERS, *TTFT_HEADERS, *TPOT_HEADERS)
+    (
+        b"authorization",
+        b"x-api-key",
+        b"x-request-start",
+        b"traceparent",
+        PRIORITY_HEADER,
+        *SLO_HEADERS,
+        *TTFT_HEADERS,
+        *TPOT_HEADERS,
+    )
 )
 _READ = _FORWARDED | {b":method", b":path", b"content-type", b"grpc-timeout", b"grpc-encoding"}
 # gRPC's codes, by the status of HTTP that means the same.

@@ -43,6 +43,8 @@ Values = TypeVar("Values")
 Scalar = str | int | float | bool | None
 
 
+OFFLINE = "offline"  # format: the priority of requests that wait for time which no other needs
+
 # A request that may wait longer is a mistake: it would hold its memory and its client's connection all the time.
 LONGEST_SLO_MS = 3_600_000.0  # limit: an hour
 
@@ -137,6 +139,7 @@ class InferHeader:
     binary_output: bool
     slo_ms: float | None
     yields: bool = False  # other requests of its model go first
+    offline: bool = False  # it may cost no other request its deadline
     sizes: tuple[int, ...] = ()  # of each sample, as the signature names them
 
     def fill(self, binary: memoryview, slot: Slot | None = None, at: int = 0) -> InferRequest:
@@ -348,7 +351,7 @@ class RequestReader:
         count, tensors, binary_bytes, sizes = self._tensors(given.inputs)
         header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None, sizes=sizes)
         if parameters:
-            header.yields = yields_from(parameters)
+            header.yields, header.offline = priority_from(parameters)
             header.binary_output = bool(parameters.get("binary_data_output", False))
             header.slo_ms = slo_from(parameters)
         if given.outputs is not None:
@@ -492,17 +495,18 @@ def slo_from(parameters: Mapping[str, Any]) -> float | None:
     return None
 
 
-def yields_from(parameters: Mapping[str, Any]) -> bool:
-    """Return whether Triton's `priority` ranks a request below the others of its model. 0 (none) and 1 (the highest)
-    are the rank by the plan; values above 1 are lower.
+def priority_from(parameters: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether `priority` ranks a request below the others of its model, and whether it is offline. Of Triton's
+    numbers 0 (none) and 1 (the highest) are the rank by the plan; values above 1 are lower.
 
     Raises:
-        BadRequestError: it is no whole number of at least 0.
+        BadRequestError: it is neither a whole number of at least 0 nor "offline".
     """
     given = parameters.get("priority", 0)
-    if type(given) is not int or given < 0:
-        raise BadRequestError("parameter priority must be a whole number: 0 or 1, or above 1 to go behind others.")
-    return given > 1
+    if given != OFFLINE and (type(given) is not int or given < 0):
+        rule = "must be a whole number: 0 or 1, or above 1 to go behind others"
+        raise BadRequestError(f"parameter priority {rule}; or '{OFFLINE}'.")
+    return given != OFFLINE and given > 1, given == OFFLINE
 
 
 def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:

@@ -69,6 +69,7 @@ class GenerationRequest(NamedTuple):
     is_streamed: bool
     writer: Writer
     answer: Callable[[], ToolAnswer] | None = None  # reads one that may call tools
+    offline: bool = False
 
 
 def read_generation(
@@ -150,7 +151,8 @@ def read_generation(
             choices.append(AskedChoice(prompt, sampling, echo if echoes else None, is_echo_only))
     if shared.logprobs is not None:
         _check_scores(choices, 1 + shared.logprobs, is_streamed=is_streamed)
-    return GenerationRequest(choices, n, stops, is_streamed, writer, answer)
+    offline = options.priority is not None
+    return GenerationRequest(choices, n, stops, is_streamed, writer, answer, offline)
 
 
 def _sampling(

@@ -3,7 +3,7 @@ Inference Protocol. This module reads them, and names the field that is wrong.""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import orjson
@@ -22,6 +22,7 @@ _Likeliest = Annotated[int, Meta(ge=0, le=_MOST_LIKELIEST)]
 _TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = str | list[str] | None
+Priority = Literal["offline"] | None
 _Empty = Annotated[list[Any], Meta(max_length=0)] | None
 
 
@@ -43,6 +44,7 @@ class GenerateParameters(msgspec.Struct, forbid_unknown_fields=True):
     stop: Stop = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
+    priority: Priority = None
 
 
 class AnyText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):

@@ -58,6 +58,8 @@ class ApplicationCall(InferCall, eq=False):
             )
         exchange.on_left = self._abandon
         exchange.spend(len(samples))
+        if self._offline:
+            raise HttpError(400, "an application has no offline requests. Ask its models, or leave the priority out.")
         name, slo_ms = service.request_id(self._id or self._route.client_id), self._slo_ms
         try:
             for parts, sizes in zip(samples, self._sizes, strict=True):

@@ -242,6 +242,7 @@ class DispatcherClient:
         yields: bool = False,
         samples: Samples | None = None,
         sizes: tuple[int, ...] = (),
+        offline: bool = False,
     ) -> Request:
         """Take one request; it is refused here only when its dispatcher is absent. See `Dispatcher.admit`."""
         group = self._group_of[model]
@@ -262,6 +263,7 @@ class DispatcherClient:
             yields=yields,
             samples=samples,
             sizes=sizes,
+            offline=offline,
         )
         if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
@@ -290,11 +292,13 @@ class DispatcherClient:
         ttft_ms: float = math.inf,
         tpot_ms: float = math.inf,
         client_id: str = "",
+        offline: bool = False,
     ) -> OpenGeneration:
         """Generate after a prompt; see `Dispatcher.generate`."""
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
+        bounds = arrived, arrived + ttft_ms, tpot_ms
         generation = OpenGeneration(
-            next(self._numbers), model, arrived, arrived + ttft_ms, tpot_ms, client_id, prompt, sampling, asker
+            next(self._numbers), model, *bounds, client_id, prompt, sampling, asker, offline=offline
         )
         peer = self._group_of[model].scheduling()
         if peer is None:
@@ -376,6 +380,7 @@ class DispatcherClient:
                 request.yields,
                 *_together(request),
                 request.sizes,
+                request.offline,
             )
             for request in requests
             if request.id in peer.waiting

@@ -167,7 +167,7 @@ class GenerationCall(msgspec.Struct, eq=False):
     _missed: Rule = Rule.NONE
     _has_begun: bool = False
 
-    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float) -> None:
+    def begin(self, model: str, *, ttft_ms: float, tpot_ms: float, offline: bool) -> None:
         """Ask for the generations."""
         self._exchange.on_left = self._leave
         self._model = model
@@ -188,6 +188,7 @@ class GenerationCall(msgspec.Struct, eq=False):
                 ttft_ms=ttft_ms,
                 tpot_ms=tpot_ms,
                 client_id=self._id,
+                offline=offline,
             )
             if choice.is_over:  # it was refused at once, and the others with it
                 return

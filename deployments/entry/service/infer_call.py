@@ -83,6 +83,7 @@ class InferCall(msgspec.Struct, eq=False):
     _open: list[Request] = []  # in the order of the samples; msgspec copies defaults
     _rows: dict[int, tuple[Executed, int]] = {}  # of what is not plain, the samples that were executed, by request
     _yields: bool = False
+    _offline: bool = False  # it has no SLO, and costs no other request its deadline
     _sizes: Sequence[tuple[int, ...]] = ((),)  # of each sample
     _is_over: bool = False
 
@@ -112,6 +113,8 @@ class InferCall(msgspec.Struct, eq=False):
         self._parsed, header = parsed, parsed.header
         if header is not PLAIN:
             self._id, self._yields, self._sizes = header.id, header.yields, [header.sizes] * len(parsed.parts)
+            if header.offline:
+                self.run_offline()
             if header.slo_ms is not None and self._route.slo_ms is None:
                 self._slo_ms = min(header.slo_ms, self._exchange.patience_ms)
         self._start(parsed.parts, early)
@@ -123,6 +126,11 @@ class InferCall(msgspec.Struct, eq=False):
         there is one, of the body `request`, and the response says what its outputs mean."""
         self._write, self._request, self._sizes = write, request, [sample.sizes for sample in samples]
         self._start([sample.parts for sample in samples], None)
+
+    def run_offline(self) -> None:
+        """Have it cost no other request its deadline, and no SLO of its own."""
+        self._offline = True
+        self._slo_ms = allowed_ms(self._exchange, self._route, self._model, offline=True)
 
     def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
         """Return what a body asks for. `slot`: where the body lies, if other processes can read it there. This changes
@@ -150,10 +158,11 @@ class InferCall(msgspec.Struct, eq=False):
             arrived_ms=self._exchange.arrived_ms,
             slo_ms=slo_ms,
             client_id=client_id,
-            reserve_ms=service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
+            reserve_ms=0.0 if self._offline else service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
             yields=self._yields,
             samples=samples,
             sizes=sizes,
+            offline=self._offline,
         )
         if not self._is_over:
             self._open.append(request)
@@ -367,6 +376,13 @@ class Shown:
         if not math.isnan(executed.started_ms):
             lines += b"x-tenuto-start-ms: %.3f\r\n" % (executed.started_ms - arrived_ms)
         return lines, b'{"queue_ms":%b,"batching_ms":%b,%b' % (queue, batching, self._parameters)
+
+
+def allowed_ms(exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool) -> float:
+    """Return the time allowed from arrival: the client's own, else the model's SLO; what is offline has none unless its
+    model is."""
+    own_ms = math.inf if offline and not model.offline else model.slo_ms
+    return min(own_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
 
 
 def _may_name(body: Buffer, json_length: int | None, *, slo: bool) -> bool:

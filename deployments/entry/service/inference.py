@@ -43,7 +43,7 @@ from tenuto.deployments.entry.service.application_call import ApplicationCall
 from tenuto.deployments.entry.service.application_counters import ApplicationCounters
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.generation_call import GenerationCall
-from tenuto.deployments.entry.service.infer_call import InferCall
+from tenuto.deployments.entry.service.infer_call import InferCall, allowed_ms
 from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
@@ -113,8 +113,8 @@ class ReadingLag:
             slo_ms: time it is allowed.
             now_ms: the clock.
         """
-        if slo_ms <= 0.0:
-            return False  # it had expired when it was sent, however soon it was read
+        if slo_ms <= 0.0 or slo_ms == math.inf:
+            return False  # it had expired when it was sent, however soon it was read; or it never does
         if lag_ms <= self._PART * slo_ms:
             self._behind_from_ms = math.inf
             return False
@@ -363,6 +363,8 @@ class InferenceService:
                 if not version and name in self._splits:
                     route = self._split_route(action, self._splits[name], head, route)
                 route = route._replace(caller=caller)
+            if caller is not None and caller.entry.offline:
+                route = route._replace(offline=True)
         except HttpError as error:
             route = Route(lambda _exchange, _route, _described: None, problem=error.without_frames())
         return self._routes.add(head, route) if head.is_cached else route
@@ -451,6 +453,7 @@ class InferenceService:
             if drawn < below:
                 if chosen.began_s is not None and chosen.model is not None:
                     self._count_proxy(exchange, chosen.model, chosen.began_s)
+                chosen = chosen._replace(offline=True) if route.offline else chosen
                 chosen.handle(exchange, chosen, described)
                 return
 
@@ -515,7 +518,8 @@ class InferenceService:
         self, exchange: Exchange, route: Route, model: PlannedModel, split: Split | None, question: TextQuestion
     ) -> None:
         """Ask for all texts of a request, which has one deadline."""
-        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+        route = route._replace(offline=True) if question.offline else route
+        slo_ms = allowed_ms(exchange, route, model, offline=route.offline)
         self._check_rates(exchange, route, slo_ms, question.tokens)
         if route.caller is not None:
             route.caller.begin_text(question.tokens, 0)
@@ -533,7 +537,7 @@ class InferenceService:
         if not schema or self._schemas.is_known(schema):
             self._begin_generation(exchange, route, model, asked, own_id)
             return
-        due_ms = exchange.arrived_ms + _ttft_ms(exchange, route, model)
+        due_ms = exchange.arrived_ms + _ttft_ms(exchange, route, model, offline=asked.offline)
         checked = self._schemas.check(schema, due_ms)
         self.wait_for(
             exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
@@ -576,13 +580,16 @@ class InferenceService:
     def _begin_generation(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
     ) -> None:
-        ttft_ms = _ttft_ms(exchange, route, model)
+        offline = asked.offline or route.offline or model.offline
+        ttft_ms = _ttft_ms(exchange, route, model, offline=offline)
         most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
         self._check_rates(exchange, route, ttft_ms, most)
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
         name = self.request_id(own_id or route.client_id)
         call = GenerationCall(self, self.dispatching, exchange, asked, model.tokenizer, name, traced, route.caller)
-        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=model.tpot_ms if route.tpot_ms is None else route.tpot_ms)
+        own_ms = math.inf if offline else model.tpot_ms
+        tpot_ms = own_ms if route.tpot_ms is None else route.tpot_ms
+        call.begin(model.name, ttft_ms=ttft_ms, tpot_ms=tpot_ms, offline=offline)
 
     def _predict(self, exchange: Exchange, route: Route, _described: DescribedRequest | None) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
@@ -599,7 +606,7 @@ class InferenceService:
         limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else _MOST_TEXT_BYTES
         if len(exchange.body) > limit:
             raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
-        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
+        slo_ms = allowed_ms(exchange, route, model, offline=route.offline)
         due_ms = exchange.arrived_ms + slo_ms
         latest_ms = due_ms - model.alone_ms - model.after_ms
         if self._clock() * 1000.0 > latest_ms:
@@ -638,7 +645,10 @@ class InferenceService:
         described: DescribedRequest | None = None,
     ) -> Any:
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
-        return route.call(self, self.dispatching, exchange, route, model, slo_ms, traced, described)
+        call = route.call(self, self.dispatching, exchange, route, model, slo_ms, traced, described)
+        if route.offline or model.offline:
+            call.run_offline()
+        return call
 
     def _aside(
         self, exchange: Exchange, work: Callable[[], T], then: Callable[[T], None], due_ms: float = math.inf
@@ -720,10 +730,12 @@ class InferenceService:
             self.traces.close()
 
 
-def _ttft_ms(exchange: Exchange, route: Route, model: PlannedModel) -> float:
-    """Return how long a first token may take: as its own header says, else that of the whole request, else the SLO."""
+def _ttft_ms(exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool) -> float:
+    """Return how long a first token may take: as its own header says, else that of the whole request, else the SLO,
+    which what is offline has only where its model is."""
     asked_ms = route.slo_ms if route.ttft_ms is None else route.ttft_ms
-    return min(model.ttft_ms if asked_ms is None else asked_ms, exchange.patience_ms)
+    own_ms = math.inf if offline and not model.offline else model.ttft_ms
+    return min(own_ms if asked_ms is None else asked_ms, exchange.patience_ms)
 
 
 def _behind() -> HttpError:

@@ -244,6 +244,7 @@ def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
 
 _HEADERS = {
     "X-SLO-Ms": ("number", "Time allowed from arrival, in ms; the model's SLO by default."),
+    "X-Priority": ("string", "`offline`: wait for time that no other request needs."),
     "X-Request-Id": (
         "string",
         "What the client calls the request; echoed, and found in /requests. The body's id goes first.",

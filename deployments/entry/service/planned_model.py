@@ -95,6 +95,7 @@ class PlannedModel:
         self.named = b'"model_name":%b,"model_version":%b' % named  # as in answers
         self.slo_ms = 0.0
         self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
+        self.offline = False  # all its requests are
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it
         self.is_ready = False
         self.reader = RequestReader(())
@@ -121,8 +122,9 @@ class PlannedModel:
             self.hooks = HookPool(self.name, hooks, self.interface.signature, slo_ms)
 
     def follow_texts(self, spec: ModelSpec) -> None:
-        """Open the tokenizer of a model that reads texts, so that no request has to, and take the SLO of one that
-        generates; once for each entry in the workload."""
+        """Open the tokenizer of a model that reads texts, so that no request has to, once for each entry in the
+        workload; take the SLO of one that generates, and whether it is offline."""
+        self.offline = spec.offline
         if spec.slo is not None:
             self.ttft_ms, self.tpot_ms = spec.slo.ttft_ms, spec.slo.tpot_ms
         if self.interface is None or self._texts_of == spec:

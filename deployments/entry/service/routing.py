@@ -6,8 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from tenuto.deployments.entry.http.exchange import SLO_HEADERS, TPOT_HEADERS, TTFT_HEADERS, Exchange, Head, HttpError
-from tenuto.deployments.entry.protocols.oip_requests import DescribedRequest, parse_slo
+from tenuto.deployments.entry.http.exchange import (
+    PRIORITY_HEADER,
+    SLO_HEADERS,
+    TPOT_HEADERS,
+    TTFT_HEADERS,
+    Exchange,
+    Head,
+    HttpError,
+)
+from tenuto.deployments.entry.protocols.oip_requests import OFFLINE, DescribedRequest, parse_slo
 from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.security.keys import Caller
 
@@ -22,7 +30,7 @@ class Route(NamedTuple):
     `caller`: who asks, if clients have keys. `began_s`: when a proxy in front took the request, in Unix time. `call`
     makes the request's call. `split`: the versions among which a random number below 1 decides, each with its upper
     bound; the bound of the last one is infinity. `shadows`: the versions that get copies, likewise. `action`: what is
-    asked for.
+    asked for. `offline`: a header says that it may cost no other request its deadline, or its client's key does.
     """
 
     handle: Handler
@@ -41,6 +49,7 @@ class Route(NamedTuple):
     split: tuple[tuple[float, Route], ...] = ()
     shadows: tuple[tuple[float, str], ...] = ()
     action: str = ""
+    offline: bool = False
 
 
 _OPENAI = {
@@ -104,7 +113,15 @@ def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
         client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
         began_s=None if model is None else _began_s(headers),
         traceparent=headers.get(b"traceparent"),
+        offline=_is_offline(headers),
     )
+
+
+def _is_offline(headers: Mapping[bytes, bytes]) -> bool:
+    raw = headers.get(PRIORITY_HEADER)
+    if raw not in (None, OFFLINE.encode()):
+        raise HttpError(400, f"header {PRIORITY_HEADER.decode()} can only be '{OFFLINE}'. Leave it out.")
+    return raw is not None
 
 
 def _slo_of(headers: Mapping[bytes, bytes], names: Sequence[bytes]) -> float | None:

@@ -135,7 +135,7 @@ class CopiedCall(InferCall):
         if slot is not None:
             slot.hold()
         super().executed(request, executed, row)
-        if self._is_over and not was_over and self._copies is not None:
+        if self._is_over and not was_over and self._copies is not None and not request.offline:
             copied = self._route.shadows, self._samples, slot, request.client_id, self._sizes
             self._copies.send(self._dispatching, *copied)
         if slot is not None:

@@ -36,6 +36,11 @@ class PrefillFirst:
         cost = self.cost
         return now_ms + cost.ms(step.prompt_tokens, step.sequences, step.context_tokens, step.attention_pairs)
 
+    def longest_ms(self, load: TokenLoad) -> float:
+        """Let offline sequences take any time."""
+        del load
+        return math.inf
+
     def choose(self, now_ms: float, steps: StepScheduler) -> tuple[bool, int]:
         """Read prompts."""
         del now_ms, steps

@@ -114,7 +114,7 @@ def test_outcomes_and_padding_are_counted_by_size_class() -> None:
     requests.executed([small, late], EXECUTED)
     requests.expire(large, Rule.CUT)
     requests.refuse_larger(opened(64, 1))
-    rows = counters.status(PLAN, {"f": 0, "m": 0})["m"].by_size
+    rows = counters.status(PLAN, {"f": 0, "m": 0}, {})["m"].by_size
     assert [(row.sizes, row.by_outcome) for row in rows] == [
         ({"height": 8, "width": 8}, {"ok": 1, "late": 1, "expired": 0, "rejected": 0, "failed": 0}),
         ({"height": 8, "width": 32}, {"ok": 0, "late": 0, "expired": 1, "rejected": 0, "failed": 0}),

@@ -18,7 +18,7 @@ from tenuto.deployments.entry.protocols.oip_requests import (
     TensorSpec,
     check_outputs,
     parse_slo,
-    yields_from,
+    priority_from,
 )
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Arena
@@ -339,4 +339,8 @@ def test_what_is_refused_was_not_built_before(part: str, where: str, size: int) 
 
 @pytest.mark.parametrize(("priority", "yields"), [(None, False), (0, False), (1, False), (2, True), (2**40, True)])
 def test_a_priority_lowers_a_rank_and_never_raises_it(priority: int | None, yields: bool) -> None:
-    assert yields_from({} if priority is None else {"priority": priority}) is yields
+    assert priority_from({} if priority is None else {"priority": priority}) == (yields, False)
+
+
+def test_a_priority_may_be_offline() -> None:
+    assert priority_from({"priority": "offline"}) == (False, True)

@@ -1,0 +1,163 @@
+"""Rule 5: when offline requests run, which have no SLO: only in time that no other request loses.
+
+A gpu-let that no batch is due on takes an offline batch, as large as the slack beside it allows. The slack of a program
+is the time until its deadline, of the head of its queue or of a request that would come now, less the time of its own
+batch and of the batches that go before it, with what is expected to come meanwhile. Of that slack a part is kept for
+bursts: the square of the load, as so often a request finds two batches before it. A batch of the offline requests' own
+model takes them along where the same slack allows it.
+
+No two programs share a turn: each offline batch is of the program that had none for longest.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import ceil, sqrt
+
+from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
+from tenuto.batching.core.gpulets import Gpulets
+from tenuto.batching.core.staggered import ArrivalRate
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
+
+_CHANCE = 2.0  # derived: standard deviations of what comes during a batch (Poisson): 2 % of the time more comes
+
+
+class OfflineRequests:
+    """The offline requests that wait. Invariant: a program without any is not in `waiting`."""
+
+    def __init__(self, queues: list[WaitingQueue], gpulets: Gpulets[WaitingPool]) -> None:
+        self.waiting: dict[int, dict[int, float]] = {}  # deadlines by program and request; whose turn it is comes first
+        self._queues = queues
+        self._gpulets = gpulets
+        self._deadlines: list[tuple[float, int, int]] = []  # a heap of (deadline, program, request)
+
+    def add(self, program: int, request_id: int, deadline: float) -> None:
+        """Let a request wait."""
+        self.waiting.setdefault(program, {})[request_id] = deadline
+        if deadline < INF:
+            heappush(self._deadlines, (deadline, program, request_id))
+
+    def remove(self, program: int, request_id: int) -> bool:
+        """Forget a request; False if it does not wait."""
+        waiting = self.waiting.get(program, {})
+        if waiting.pop(request_id, None) is None:
+            return False
+        if not waiting:
+            del self.waiting[program]
+        return True
+
+    def take_batch(self, program: int, count: int) -> list[int]:
+        """Remove and return the requests of a program that came first. It is the turn of other programs then."""
+        waiting = self.waiting.pop(program)
+        ids = list(waiting)[:count] if count < len(waiting) else list(waiting)
+        for request_id in ids:
+            del waiting[request_id]
+        if waiting:
+            self.waiting[program] = waiting
+        return ids
+
+    def expired(self, now: float) -> list[tuple[int, int]]:
+        """Remove and return (program, request) of those whose deadline has passed."""
+        gone = list[tuple[int, int]]()
+        heap = self._deadlines
+        while heap and heap[0][0] <= now:
+            _, program, request_id = heappop(heap)
+            if self.remove(program, request_id):
+                gone.append((program, request_id))
+        return gone
+
+    def look_at(self, now: float) -> float:
+        """Return when to look again though nothing happens: rates fall when nothing comes."""
+        if not any(pool.size for program in self.waiting for pool in self._queues[program].pools):
+            return self._deadlines[0][0] if self.waiting and self._deadlines else INF
+        return min(now + ArrivalRate.STEP_MS, self._deadlines[0][0] if self._deadlines else INF)
+
+    def next_batch(self, pool: WaitingPool, now: float, starts_at: float, gpulet: int) -> tuple[int, int]:
+        """Return the program and the size of the offline batch that may start on a gpu-let then; size 0: none."""
+        for program, waiting in self.waiting.items():
+            run = pool.run.get(program)
+            if run is not None:
+                begin = max(starts_at, now + self._gpulets.way_ms(1))
+                factor = self._gpulets.factor(program, gpulet)
+                size = self._largest(pool, run, factor, begin, now, min(len(waiting), len(run) - 1), 0)
+                if size:
+                    return program, size
+        return -1, 0
+
+    def beside(self, queue: WaitingQueue, pool: WaitingPool, size: int, end_by: float, now: float) -> int:
+        """Return how many offline requests of its program a batch of so many may take along, if it must end by a
+        time."""
+        waiting = self.waiting.get(queue.program)
+        if waiting is None:
+            return 0
+        run, factor = pool.run[queue.program], queue.batch.factor
+        most = min(len(waiting), len(run) - 1 - size)
+        begin = now + self._gpulets.way_ms(size)
+        while most > 0 and begin + factor * run[size + most] > end_by:
+            most //= 2
+        return self._largest(pool, run, factor, begin, now, size + most, size, queue) - size if most > 0 else 0
+
+    def _largest(
+        self,
+        pool: WaitingPool,
+        run: list[float],
+        factor: float,
+        begin: float,
+        now: float,
+        most: int,
+        least: int,
+        apart: WaitingQueue | None = None,
+    ) -> int:
+        """Return the largest batch, up to `most` and else `least`, that leaves every program of the pool its slack."""
+        rivals = self._rivals(pool, now, apart)
+        load = min(1.0, sum([queue.costs.busy / queue.costs.gpulets for _, queue, _ in rivals], 0.0))
+        low, high = least, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(rivals, begin + factor * run[middle] - now, now, pool, 1.0 - load * load):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _rivals(
+        self, pool: WaitingPool, now: float, apart: WaitingQueue | None
+    ) -> list[tuple[float, WaitingQueue, float]]:
+        """Return (deadline, queue, requests per ms to one of its gpu-lets) of the programs that may need a gpu-let of
+        the pool, the first deadline first."""
+        rivals = []
+        for program in pool.run:
+            queue = self._queues[program]
+            rate = queue.rate
+            per_ms = 0.0 if rate.is_silent(now) else max(rate.rps or 0.0, rate.recent_rps) / 1000.0
+            if queue.ids and queue is not apart:
+                rivals.append((queue.deadlines[0], queue, per_ms / queue.costs.gpulets))
+            elif per_ms:
+                rivals.append((now + queue.costs.budget_ms, queue, per_ms / queue.costs.gpulets))
+        rivals.sort(key=_deadline)
+        return rivals
+
+    def _fits(
+        self,
+        rivals: list[tuple[float, WaitingQueue, float]],
+        ends_ms: float,
+        now: float,
+        pool: WaitingPool,
+        part: float,
+    ) -> bool:
+        """Return whether a batch that ends in so many ms takes at most this part of every program's slack."""
+        before_ms = 0.0
+        for deadline, queue, per_ms in rivals:
+            costs = queue.costs
+            come = per_ms * ends_ms
+            count = ceil(len(queue.ids) / costs.gpulets + come + _CHANCE * sqrt(come))
+            run = pool.run[queue.program]
+            before_ms += queue.batch.factor * run[max(1, min(count, costs.longest, len(run) - 1))]
+            slack_ms = deadline - now - self._gpulets.way_ms(1) - before_ms
+            if ends_ms > part * slack_ms + TIME_TOLERANCE_MS:
+                return False
+        return True
+
+
+def _deadline(rival: tuple[float, WaitingQueue, float]) -> float:
+    return rival[0]
