@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import INF
 from tenuto.deployments.dispatch.counters import Counters
@@ -336,8 +338,10 @@ class Dispatcher:
         return self.accounts.ended.newest(id, limit)
 
     async def meet(self, report: GatewayReport) -> list[GatewayReport]:
-        """Return the gateway's own report: a gateway that schedules by itself is the only one."""
-        return [report]
+        """Take what a gateway reports, and return it without the requests that are in the log now: a gateway that
+        schedules by itself is the only one."""
+        self.accounts.ended.add_records(report.ended)
+        return [replace(report, ended=[])]
 
     def connected(self) -> dict[str, int]:
         """Return nothing: there are no sub-clusters."""

@@ -283,7 +283,8 @@ class BundleServer:
                 if tokens is not None and tokens.generation is not None:
                     self.dispatcher.leave(tokens.generation, is_answered=message.is_answered)
         elif isinstance(message, TellGateway):
-            gateway.told = message.told
+            self.dispatcher.accounts.ended.add_records(message.told.ended)
+            gateway.told = replace(message.told, ended=[])
             reports = [other.told for other in self._gateways.values() if other.told is not None]
             protocol.send(Told(message.number, Raw(pack(reports))))
         elif isinstance(message, AskStatus | AskWaiting | AskEnded):

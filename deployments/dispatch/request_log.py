@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -20,8 +21,10 @@ from tenuto.outcome import Rule
 
 _KEPT = 4096  # limit: requests that the log shows
 # The end (wall clock, s), id, model, arrival, end and deadline (ms), and the times or the refusal. The request itself,
-# its inputs and its outputs are not kept; its sizes are.
-_Ended = tuple[float, str, str, float, float, float, tuple[int, ...], "_Times | Refused | tuple[str, Tokens, Rule]"]
+# its inputs and its outputs are not kept; its sizes are. Of an application's request there is a record.
+_Ended = tuple[
+    float, str, str, float, float, float, tuple[int, ...], "_Times | Refused | tuple[str, Tokens, Rule] | EndedRequest"
+]
 _Times = tuple[str, int, float, float, float, float]
 _times_of = attrgetter("gpulet", "batch_size", "sent_ms", "started_ms", "execution_ms", "planned_ms")
 
@@ -59,6 +62,10 @@ class RequestLog:
         ended = g.arrived_ms, ended_ms, g.first_by_ms, (), (g.gpulet, tokens, g.missed)
         self._ended.append((time.time(), g.client_id, g.name, *ended))
 
+    def add_records(self, ended: Sequence[EndedRequest]) -> None:
+        """Keep requests of applications that ended at a gateway."""
+        self._ended.extend([(0.0, each.id, each.model, 0.0, 0.0, 0.0, (), each) for each in ended])
+
     def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:
         """Return records, the newest first; with an id, only those with this id. (A request with several samples has
         several records.)"""
@@ -72,6 +79,8 @@ def _record(ended: _Ended) -> EndedRequest:
     received_at_s = ended_at_s - lasted_ms / 1000.0
     when = partial(EndedRequest, received_at_s=received_at_s, answered_ms=lasted_ms)
     record = partial(when, id=request_id, model=model, sizes=sizes or None)
+    if isinstance(what, EndedRequest):
+        return what
     if isinstance(what, Refused):
         return record(
             outcome=what.outcome.word,

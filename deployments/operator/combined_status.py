@@ -105,6 +105,7 @@ def _with_counts(one: ApplicationStatus | None, other: ApplicationStatus) -> App
         last_ms=max(one.last_ms, other.last_ms),
         latency_s=_added(one.latency_s, other.latency_s),
         stage_s={label: _added(one.stage_s.get(label), buckets) for label, buckets in other.stage_s.items()},
+        lost_at={label: one.lost_at.get(label, 0) + count for label, count in other.lost_at.items()},
     )
 
 

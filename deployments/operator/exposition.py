@@ -168,6 +168,10 @@ def _applications(status: SystemStatus) -> Iterator[Metric]:
         "Stages of answered requests, from due to the last answer.",
         lambda buckets: buckets,
     )
+    lost = [((name, label), count) for name, counts in by_name for label, count in counts.lost_at.items()]
+    yield _Rows(("application", "stage"), lost).counter(
+        "application_stage_lost_requests", "Requests that ended without an answer at a stage.", float
+    )
     yield each.gauge("application_slo_seconds", "Time allowed from arrival to answer.", lambda a: a.slo_ms, 1e-3)
 
 

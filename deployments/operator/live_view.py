@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from tenuto.deployments.operator.window import WindowFigures, between
-from tenuto.deployments.wire.status import ModelCounts, SystemStatus, WatchedStatus
+from tenuto.deployments.wire.status import ModelCounts, RequestCounts, SystemStatus, WatchedStatus
 from tenuto.placement.cluster import node_of
 
 logger = logging.getLogger("ray.serve")
@@ -45,6 +45,7 @@ class LiveStatus(WatchedStatus, frozen=True, kw_only=True):
     """
 
     models: dict[str, ModelCounts]
+    applications: dict[str, RequestCounts]
     gpus: list[str]
     drained: list[str]
     window: WindowFigures
@@ -110,6 +111,7 @@ class LiveView:
         return LiveStatus(
             **{name: getattr(status, name) for name in WatchedStatus.__struct_fields__},
             models={name: model.counts() for name, model in status.models.items()},
+            applications={name: application.counts() for name, application in status.applications.items()},
             gpus=[gpu.id for gpu in planned.gpus],
             drained=planned.aside(),
             window=between(before, status, now_s - before_s),

@@ -7,11 +7,18 @@ are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
 
-from tenuto.deployments.wire.status import Buckets, GpuletStatus, ModelStatus, SizeCounts, SystemStatus
+from tenuto.deployments.wire.status import (
+    ApplicationStatus,
+    Buckets,
+    GpuletStatus,
+    ModelStatus,
+    SizeCounts,
+    SystemStatus,
+)
 from tenuto.outcome import OUTCOMES
 
 Count = TypeVar("Count", int, float)
@@ -56,6 +63,26 @@ class ModelFigures:
 
 
 @dataclass(frozen=True)
+class StageFigures:
+    """One stage of an application over a window, of requests that were answered: its times from when it was due to its
+    last answer, and the part of the applications' latency that it took. Stages beside each other take the same time
+    twice. `lost_rps`: requests of the application that ended without an answer at this stage."""
+
+    p50_ms: float | None
+    p99_ms: float | None
+    part: float | None
+    lost_rps: float
+
+
+@dataclass(frozen=True)
+class ApplicationFigures:
+    """One application over a window: its requests as of a model, and its stages by label."""
+
+    requests: ModelFigures
+    stages: dict[str, StageFigures]
+
+
+@dataclass(frozen=True)
 class GpuletFigures:
     """One gpu-let over a window. `measured_to_predicted`: measured over planned time of its batches."""
 
@@ -73,6 +100,7 @@ class WindowFigures:
     attainment: float | None
     models: dict[str, ModelFigures]
     gpulets: dict[str, GpuletFigures]
+    applications: dict[str, ApplicationFigures] = field(default_factory=dict)
 
 
 def between(before: SystemStatus, after: SystemStatus, seconds: float) -> WindowFigures:
@@ -92,6 +120,10 @@ def between(before: SystemStatus, after: SystemStatus, seconds: float) -> Window
         sum(figures.goodput_rps for figures in visible) / ended_rps if ended_rps else None,
         models,
         {g.id: _gpulet(gpulets.get(g.id, GpuletStatus(id=g.id)), g, seconds) for g in after.gpulets},
+        {
+            name: _application(before.applications.get(name, ApplicationStatus()), counts, seconds)
+            for name, counts in after.applications.items()
+        },
     )
 
 
@@ -146,6 +178,21 @@ def _model(before: ModelStatus, after: ModelStatus, seconds: float) -> ModelFigu
             for row in by_size
         ),
     )
+
+
+def _application(before: ApplicationStatus, after: ApplicationStatus, seconds: float) -> ApplicationFigures:
+    whole_s = _grown_buckets(before.latency_s, after.latency_s).sum
+    stages = {}
+    for label, buckets in after.stage_s.items():
+        took = _grown_buckets(before.stage_s.get(label, Buckets()), buckets)
+        p50_s, p99_s = (quantile_s(took, quantile) for quantile in (0.5, 0.99))  # format: the percentiles of the page
+        stages[label] = StageFigures(
+            None if p50_s is None else p50_s * 1000.0,
+            None if p99_s is None else p99_s * 1000.0,
+            took.sum / whole_s if whole_s > 0.0 else None,
+            _grown(before.lost_at.get(label, 0), after.lost_at.get(label, 0)) / seconds,
+        )
+    return ApplicationFigures(_model(before.as_model(), after.as_model(), seconds), stages)
 
 
 def _grown_size(then: SizeCounts, now: SizeCounts) -> SizeCounts:

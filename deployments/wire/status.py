@@ -167,10 +167,15 @@ class ModelStatus(ModelCounts, kw_only=True):
 
 class ApplicationStatus(RequestCounts, kw_only=True):
     """Counts with distributions of answered requests, in seconds: from arrival to answer, and of each stage from when
-    it was due to its last answer."""
+    it was due to its last answer. `lost_at`: requests that ended without an answer at each stage."""
 
     latency_s: Buckets = Buckets()
     stage_s: dict[str, Buckets] = {}  # msgspec copies defaults
+    lost_at: dict[str, int] = {}
+
+    def counts(self) -> RequestCounts:
+        """Return the counts without the distributions."""
+        return RequestCounts(**{name: getattr(self, name) for name in RequestCounts.__struct_fields__})
 
     def as_model(self) -> ModelStatus:
         """Return the same counts as those of a model that runs no batches."""
@@ -417,10 +422,12 @@ class DeviceStatus(_Told, frozen=True, kw_only=True):
 
 class GatewayReport(_Told, frozen=True, kw_only=True):
     """What a gateway tells the other gateways of itself. `proxied`: the wait before a proxy, by model. `asked_rps`:
-    requests per second by key. `devices`: the GPUs of its node. `applications`: its counts of their requests."""
+    requests per second by key. `devices`: the GPUs of its node. `applications`: its counts of their requests. `ended`:
+    those that ended since its last report; the dispatcher takes them into its log."""
 
     gateway: GatewayStatus
     applications: dict[str, ApplicationStatus] = {}
+    ended: list[EndedRequest] = []
     proxied: dict[str, Buckets] = {}
     asked_rps: dict[str, float] = {}
     devices: list[DeviceStatus] = []

@@ -22,12 +22,15 @@ class ShownServer:
         self._models = {f"network_{index:02d}": _Model(index) for index in range(models)}
         self._gpulets = [(f"n0/{i // per_gpu}/{'abcdefgh'[i % per_gpu]}", f"n0/{i // per_gpu}") for i in range(gpulets)]
         self._share = 100.0 / per_gpu
+        self._applications = {name: _Application() for name in ("traffic", "ocr")}
 
     def second(self) -> None:
         """Let a second pass."""
         self.seconds += 1
         for model in self._models.values():
             model.second(self.seconds)
+        for application in self._applications.values():
+            application.second()
 
     def rename(self, model: str, name: str) -> None:
         """Call a model something else."""
@@ -70,6 +73,7 @@ class ShownServer:
             ],
             "gpulets": gpulets,
             "models": {name: model.to_data() for name, model in self._models.items()},
+            "applications": {name: each.to_data() for name, each in self._applications.items()},
             "network": {"ctrl_ms": 0.8, "data_ms_per_request": 0.01, "response_ms": 3.0},
             "gateways": [
                 {
@@ -159,6 +163,32 @@ class WatchedServer:
         for _ in range(count):
             self.now_s += 1.0
             await self.view.sample()
+
+
+class _Application:
+    """Two stages of 40 and 120 ms; of 50 requests a second two are lost at the second one."""
+
+    def __init__(self) -> None:
+        self._seconds = 0
+        self._latency_s = Histogram(buckets_around(400.0))
+        self._stage_s = {"detect": Histogram(buckets_around(400.0)), "recognise": Histogram(buckets_around(400.0))}
+
+    def second(self) -> None:
+        self._seconds += 1
+        for histogram, took_s in ((self._latency_s, 0.16), *zip(self._stage_s.values(), (0.04, 0.12), strict=True)):
+            histogram.add(took_s, 48)
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "submitted": 50 * self._seconds,
+            "ok": 48 * self._seconds,
+            "expired": 2 * self._seconds,
+            "slo_ms": 400.0,
+            "rate_rps": 60.0,
+            "latency_s": msgspec.structs.asdict(self._latency_s.buckets()),
+            "stage_s": {name: msgspec.structs.asdict(each.buckets()) for name, each in self._stage_s.items()},
+            "lost_at": {"detect": 0, "recognise": 2 * self._seconds},
+        }
 
 
 class _Model:

@@ -180,7 +180,7 @@ class ApplicationCall(InferCall, eq=False):
     def _count_end(self, graph: RunningGraph, ended: Refused | int) -> None:
         took_ms, records = self._service.now_ms - graph.arrived_ms, graph.records()
         counters, name = self._service.application_counters, self._model.name
-        counters.end_request(name, graph.client_id, took_ms, self._slo_ms, records, ended)
+        counters.end_request(name, graph.client_id, took_ms, self._slo_ms, records, ended, graph.lost_at)
 
     def _trace_graph(self, graph: RunningGraph, outcome: str, **about: str) -> None:
         if self._traced is not None:

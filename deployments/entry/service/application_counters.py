@@ -14,7 +14,7 @@ from tenuto.deployments.wire.status import ApplicationStatus, EndedRequest, Requ
 from tenuto.outcome import Outcome
 from tenuto.placement.application import Application
 
-_KEPT = 4096  # limit: requests that the log shows, as of models
+_KEPT = 4096  # limit: requests that a dispatcher has not taken into its log, which has as many
 
 
 class _Counters:
@@ -24,6 +24,7 @@ class _Counters:
         self.counts = RequestCounts()
         self.latency_s = Histogram()
         self.stage_s: dict[str, Histogram] = {}
+        self.lost_at: dict[str, int] = {}
 
     def follow(self, application: Application) -> None:
         """From now on this is its entry in the plan."""
@@ -31,12 +32,14 @@ class _Counters:
         bounds, labels = buckets_around(application.slo_ms), [stage.label for stage in application.stages]
         if (bounds, labels) != (self.latency_s.bounds, list(self.stage_s)):
             self.latency_s, self.stage_s = Histogram(bounds), {label: Histogram(bounds) for label in labels}
+            self.lost_at = {label: self.lost_at.get(label, 0) for label in labels}
 
     def status(self) -> ApplicationStatus:
         """Return the counts so far."""
         stage_s = {label: histogram.buckets() for label, histogram in self.stage_s.items()}
         fields = {name: getattr(self.counts, name) for name in RequestCounts.__struct_fields__}
-        return ApplicationStatus(**fields, latency_s=self.latency_s.buckets(), stage_s=stage_s)
+        latency_s, lost_at = self.latency_s.buckets(), dict(self.lost_at)
+        return ApplicationStatus(**fields, latency_s=latency_s, stage_s=stage_s, lost_at=lost_at)
 
 
 class ApplicationCounters:
@@ -77,6 +80,7 @@ class ApplicationCounters:
         slo_ms: float,
         stages: Mapping[str, StageRecord],
         ended: Refused | int,
+        lost_at: str,
     ) -> None:
         """Count and remember a request that is answered now, or refused.
 
@@ -87,6 +91,7 @@ class ApplicationCounters:
             slo_ms: time that it was allowed.
             stages: those that are complete, by label.
             ended: the refusal, or how many samples were answered.
+            lost_at: the label of the stage at which it was refused; empty if at none.
         """
         refused = None if isinstance(ended, int) else ended
         outcome = refused.outcome if refused is not None else Outcome.LATE if took_ms > slo_ms else Outcome.OK
@@ -107,6 +112,8 @@ class ApplicationCounters:
         counts.count(outcome)
         if isinstance(ended, Refused):
             counts.failed_ms += took_ms
+            if lost_at in counters.lost_at:
+                counters.lost_at[lost_at] += 1
             return
         counts.inferences += ended
         counts.last_ms = round(1000.0 * time.time())
@@ -115,7 +122,17 @@ class ApplicationCounters:
             if label in counters.stage_s:
                 counters.stage_s[label].add((stage.end_ms - stage.begin_ms) / 1000.0)
 
+    def take_ended(self) -> list[EndedRequest]:
+        """Return the requests that have ended since the last call, oldest first; they are no longer remembered."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    def put_back(self, ended: Sequence[EndedRequest]) -> None:
+        """Remember again what `take_ended` returned."""
+        self._ended = deque([*ended, *self._ended], maxlen=_KEPT)
+
     def newest(self, request_id: str | None, limit: int) -> list[EndedRequest]:
-        """Return the last requests that ended, newest first; with an id, only those with it."""
+        """Return the remembered requests, newest first; with an id, only those with it."""
         matching = (ended for ended in reversed(self._ended) if request_id is None or ended.id == request_id)
         return list(islice(matching, max(0, limit)))

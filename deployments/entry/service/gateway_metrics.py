@@ -68,8 +68,8 @@ class GatewayMetrics:
         return await self._dispatching.waiting()
 
     async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
-        """Return the last requests that ended, newest first: those to models, and those of applications at this
-        gateway."""
+        """Return the last requests that ended, newest first: those to models, and those of applications. Other gateways
+        may have told nobody yet of those of the last second."""
         ended = [*self._service.application_counters.newest(id, limit), *await self._dispatching.ended(id, limit)]
         return sorted(ended, key=lambda each: -each.received_at_s)
 
@@ -100,11 +100,19 @@ class GatewayMetrics:
                 dispatchers=dispatching.connected(),
             ),
             applications=service.application_counters.status(),
+            ended=(ended := service.application_counters.take_ended()),
             proxied={model: histogram.buckets() for model, histogram in service.proxied.items()},
             asked_rps=self._asked_rps,
             devices=await self._devices.read(),
         )
-        return await dispatching.meet(own)
+        try:
+            reports = await dispatching.meet(own)
+        except TimeoutError:
+            service.application_counters.put_back(ended)
+            raise
+        for report in reports:
+            service.application_counters.put_back(report.ended)  # there was no dispatcher to take them
+        return reports
 
     def close(self) -> None:
         """End the questions."""

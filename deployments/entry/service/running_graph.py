@@ -133,6 +133,7 @@ class RunningGraph:
         """
         self.arrived_ms, self.deadline_ms, self.reserve_ms = arrived_ms, arrived_ms + slo_ms, reserve_ms
         self.client_id, self.stages = client_id, dict[int, StageRequests]()
+        self.lost_at = ""  # the label of the stage at which it ended without an answer
         self._application, self._interface, self._dispatching = application, interface, dispatching
         self._asker, self._yields, self._clock_ms = asker, yields, clock_ms
         self._run = ApplicationRun(interface.graph, arrived_ms, self.deadline_ms - reserve_ms, application.times)
@@ -206,7 +207,7 @@ class RunningGraph:
         stage, now_ms = self._interface.application.stages[place], self._clock_ms()
         if self._run.cannot_end(place, now_ms):
             reason = f"stage '{stage.label}' and what follows cannot end by the deadline. Raise the SLO or add GPUs"
-            self._give_up(Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE))
+            self._give_up(Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE), place)
         elif stage.map is None:
             self._send(place, [self._stage_inputs(place)] * stage.most_requests)
         else:
@@ -240,13 +241,13 @@ class RunningGraph:
         try:
             call = begin(pool)
         except HttpError as error:
-            self._give_up(_refusal(name, error))
+            self._give_up(_refusal(name, error), place)
             return
         left_s = max(0.0, self.deadline_ms - self._clock_ms()) / 1000.0
-        self._calls[call] = asyncio.get_running_loop().call_later(left_s, self._expire, name)
-        call.add_done_callback(partial(self._returned, name, then))
+        self._calls[call] = asyncio.get_running_loop().call_later(left_s, self._expire, place, name)
+        call.add_done_callback(partial(self._returned, place, name, then))
 
-    def _returned(self, name: str, then: Callable[[T], None], call: asyncio.Future[T]) -> None:
+    def _returned(self, place: int | None, name: str, then: Callable[[T], None], call: asyncio.Future[T]) -> None:
         timer = self._calls.pop(call, None)
         if timer is not None:
             timer.cancel()
@@ -256,10 +257,11 @@ class RunningGraph:
         if error is None:
             self._guarded(lambda: then(call.result()))
         else:
-            self._give_up(_refusal(name, error))
+            self._give_up(_refusal(name, error), place)
 
-    def _expire(self, name: str) -> None:
-        self._give_up(Refused(Outcome.EXPIRED, f"{name} has not returned by the deadline", 1.0, rule=Rule.LOST))
+    def _expire(self, place: int | None, name: str) -> None:
+        refused = Refused(Outcome.EXPIRED, f"{name} has not returned by the deadline", 1.0, rule=Rule.LOST)
+        self._give_up(refused, place)
 
     # --- requests of stages -------------------------------------------------------------------------------------
 
@@ -337,12 +339,14 @@ class RunningGraph:
         now_ms = self._clock_ms()
         if self._run.lost(place, now_ms):
             label = self._interface.graph.stages[place].label
-            self._give_up(structs.replace(refused, reason=f"stage '{label}': {refused.reason}"))
+            self._give_up(structs.replace(refused, reason=f"stage '{label}': {refused.reason}"), place)
         else:
             self._guarded(lambda: self._begin_stages(self._run.due()))
 
-    def _give_up(self, refused: Refused) -> None:
+    def _give_up(self, refused: Refused, place: int | None = None) -> None:
+        """End this request without an answer: at a stage, or without one at what makes the answer."""
         if not self._is_over:
+            self.lost_at = "" if place is None else self._interface.graph.stages[place].label
             self.withdraw()
             self._asker.given_up(self, refused)
 

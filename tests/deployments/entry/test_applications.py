@@ -436,6 +436,7 @@ async def test_requests_of_applications_are_counted_and_kept_by_themselves(serve
         "samples": 6,
         "inferences": 4,
     }
+    assert counts["lost_at"] == {"m": 1, "n": 1}
     for path in ("/v2/models/app/stats", "/v2/models/stats"):
         rows = (await served.client.get(path)).json()["model_stats"]
         (row,) = (each for each in rows if each["name"] == "app")
@@ -445,6 +446,7 @@ async def test_requests_of_applications_are_counted_and_kept_by_themselves(serve
     assert 'tenuto_application_requests_total{application="app",outcome="ok"} 2' in metrics
     assert 'tenuto_application_stage_seconds_count{application="app",stage="n"} 2' in metrics
     assert 'tenuto_application_requests_running{application="app"} 0' in metrics
+    assert 'tenuto_application_stage_lost_requests_total{application="app",stage="n"} 1' in metrics
     (good,) = [each for each in await requests(served, "good") if each["model"] == "app"]
     assert (good["outcome"], good["stages"]["m"]["requests"], good["stages"]["n"]["requests"]) == ("ok", 1, 2)
     assert 0.0 <= good["stages"]["m"]["end_ms"] <= good["stages"]["n"]["begin_ms"] <= good["answered_ms"]
@@ -459,6 +461,26 @@ async def test_requests_of_applications_are_counted_and_kept_by_themselves(serve
 async def requests(served: Served, id: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = (await served.client.get("/requests", params={"id": id})).json()
     return found
+
+
+@pytest.mark.parametrize("served", ["elsewhere"], indirect=True)
+async def test_a_request_is_found_whichever_gateway_answered_it(served: Served) -> None:
+    other = Bench()
+    other.entry = Entry(finder(served.gpulets), lambda _name: served.find)
+    await other.follow(plan(*CHAIN), sub_clusters={"0": MODELS})
+    assert (await served.infer("app", X_Request_Id="mine")).status_code == 200
+
+    async def found_over(bench: Bench) -> list[dict[str, Any]]:
+        ended = (await bench.client.get("/requests", params={"id": "mine"})).json()
+        return [each for each in ended if each["model"] == "app"]
+
+    first = await found_over(served)
+    async with asyncio.timeout(PATIENCE_S):
+        while (there := await found_over(other)) != first:
+            await asyncio.sleep(0.05)
+    assert [[*each["stages"]] for each in there] == [["m", "n"]]
+    await other.close()
+    assert await found_over(served) == first  # once, now that a dispatcher has it
 
 
 async def test_a_key_for_an_application_does_not_need_its_models(served: Served) -> None:

@@ -64,7 +64,8 @@ def test_every_model_and_gpu_let_is_shown_and_names_stay_text() -> None:
     assert errors == []
     assert "<title>Tenuto</title>" in dom
     assert 'data-shown="yes"' in dom
-    table = dom[dom.index('<tbody id="models">') : dom.index("</tbody>")]
+    table = dom[dom.index('<tbody id="models">') :]
+    table = table[: table.index("</tbody>")]
     assert table.count("<tr>") == 50
     assert "&lt;img src=x onerror" in table
     assert "<img" not in dom
@@ -74,6 +75,11 @@ def test_every_model_and_gpu_let_is_shown_and_names_stay_text() -> None:
     assert sizes[: sizes.index("</tbody>")].count("<tr>") == 4 * 3
     assert ">tokens 256</td>" in sizes
     assert ">25.0 %</td>" in sizes
+    stages = dom[dom.index('<tbody id="applications">') :]
+    stages = stages[: stages.index("</tbody>")]
+    assert (stages.count('<tr class="stage">'), stages.count("<tr>")) == (4, 2)
+    assert ">75.0 %</text>" in stages  # of the latency, the second stage
+    assert stages.count('<td class="bad">') == 2  # it loses requests, and the first one does not
     assert '>spare/0</span><div class="shares"><div style="flex: 100 1 0' in dom  # idle, and drawn
     assert "; drained: n9/0" in dom
     assert ">drained</div>" in dom

@@ -57,6 +57,21 @@ def test_figures_are_those_of_the_seconds_between() -> None:
     assert window.gpulets["n0/0/b"].measured_to_predicted == pytest.approx(1 / 0.92)
 
 
+def test_an_applications_stages_are_those_of_the_seconds_between() -> None:
+    shown = ShownServer(models=1, gpulets=1)
+    shown.second()
+    before = shown.status()
+    for _ in range(2):
+        shown.second()
+    figures = between(before, shown.status(), 2.0).applications["ocr"]
+    assert (figures.requests.offered_rps, figures.requests.goodput_rps) == (50.0, 48.0)
+    assert figures.requests.attainment == pytest.approx(0.96)
+    detect, recognise = figures.stages["detect"], figures.stages["recognise"]
+    assert (detect.part, recognise.part) == (pytest.approx(0.25), pytest.approx(0.75))
+    assert (detect.lost_rps, recognise.lost_rps) == (0.0, 2.0)
+    assert recognise.p50_ms == figures.requests.p50_ms == pytest.approx(150.0)  # of a bucket from 100 to 200 ms
+
+
 def test_padding_is_that_of_the_seconds_between() -> None:
     def status(*rows: dict[str, Any]) -> SystemStatus:
         return msgspec.convert({"models": {"m": {"by_size": rows}}}, SystemStatus)
