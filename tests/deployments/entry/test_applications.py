@@ -151,11 +151,15 @@ async def nothing_is_left(served: Served) -> None:
     """No request is open and no memory held, and every request that began is counted once."""
     arena = served.entry.service.arena
     assert arena is not None
+
+    def under_way() -> dict[str, int]:
+        counts = served.entry.service.application_counters.status()
+        return {name: each.under_way for name, each in counts.items() if each.under_way}
+
     async with asyncio.timeout(PATIENCE_S):
-        while await served.open_requests() or arena.used_bytes:  # a gpu-let may still run what was withdrawn
+        # A gpu-let may still run what was withdrawn, and a client that has left may not be missed yet.
+        while await served.open_requests() or arena.used_bytes or under_way():
             await asyncio.sleep(0.005)
-    counts = served.entry.service.application_counters.status()
-    assert {name: each.under_way for name, each in counts.items()} == dict.fromkeys(counts, 0)
 
 
 WAYS = pytest.mark.parametrize("served", ["beside", "elsewhere"], indirect=True)
