@@ -138,6 +138,7 @@ class Plan(StrictModel):
     believed: Believed | None = None  # what the policy expects by its own formulas; None: it states nothing
     unserved: tuple[str, ...] = ()
     unserved_reasons: dict[str, str] = Field(default_factory=dict)  # also for models that are served only in part
+    idle: dict[str, float] = Field(default_factory=dict)  # unserved as nobody asks them: seconds of a new start
     notes: tuple[str, ...] = ()  # which constraint was reached, what was given up, whether GPUs are over-committed
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
     applications: tuple[Application, ...] = ()  # applications; their stages are among the models

@@ -8,7 +8,7 @@ from tenuto.placement.cluster import Cluster, Placed
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.program import Gpulet
-from tenuto.placement.workload import Workload
+from tenuto.placement.workload import ModelSpec, Workload
 
 
 def with_gpulets(plan: Plan, gpulets: Iterable[Gpulet]) -> Plan:
@@ -45,6 +45,25 @@ def without_others(plan: Plan, workload: Workload) -> Plan:
     if models == plan.models:
         return plan
     return for_workload(plan, plan.workload.model_copy(update={"models": models}))
+
+
+def with_idle(plan: Plan, idle: Sequence[ModelSpec], start_s: float) -> Plan:
+    """Return the plan with models that nobody asks: no gpu-let holds them, and they are back `start_s` after somebody
+    asks again. Only these are idle in the new plan."""
+    names = {spec.name for spec in idle}
+    others = {spec.name for spec in plan.models} - names
+    if not names and not plan.idle:
+        return plan
+    left = (gpulet.only(others) for gpulet in plan.gpulets)
+    reasons = {name: why for name, why in plan.unserved_reasons.items() if name not in plan.idle.keys() | names}
+    update = {
+        "models": (*(spec for spec in plan.models if spec.name in others), *idle),
+        "gpulets": tuple(gpulet for gpulet in left if gpulet is not None),
+        "unserved": (*(name for name in plan.unserved if name in others - plan.idle.keys()), *sorted(names)),
+        "unserved_reasons": reasons | dict.fromkeys(sorted(names), "nobody has asked it lately"),
+        "idle": dict.fromkeys(sorted(names), round(start_s, 1)),
+    }
+    return plan.model_copy(update=update)
 
 
 def with_the_rest(plan: Plan, workload: Workload) -> Plan:

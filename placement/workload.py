@@ -71,6 +71,9 @@ class ModelSpec(StrictModel):
     nodes, racks or GPU ids where the model must or must not lie. `prefer` names a place where the model lies if that
     costs no GPU, no rate, and nothing that another model asks for.
 
+    When nobody has asked the model for `idle_after_s`, a controller in mode `act` takes its replicas away until
+    somebody asks again.
+
     A model that `generates` has an `slo` in place of `slo_ms`, which is then the time for an answer of mean length.
 
     A model that is `offline` has no SLO: its requests run in time that no other one loses. By default they may wait for
@@ -101,6 +104,7 @@ class ModelSpec(StrictModel):
     only_on: tuple[str, ...] = ()
     keep_off: tuple[str, ...] = ()
     prefer: str | None = None
+    idle_after_s: Positive | None = None
     weights_path: str | None = None  # local safetensors or state dict; without it, weights are random with a fixed seed
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
     alone: OwnDemand | None = None  # derived; None: no application asks it

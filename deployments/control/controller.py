@@ -18,6 +18,7 @@ from tenuto.deployments.control.canaries import Canaries
 from tenuto.deployments.control.change_state import ChangeState
 from tenuto.deployments.control.estimates import Estimates, EstimateUpdate
 from tenuto.deployments.control.gpu_requests import GpuRequests
+from tenuto.deployments.control.idle_models import IdleModels
 from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.lengths import as_declared
@@ -31,7 +32,7 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.plan_edits import on_gpus, with_gpulets, without_others
+from tenuto.placement.plan_edits import on_gpus, with_gpulets, with_idle, without_others
 from tenuto.placement.planner import ChangeTerms, PlanRequest, Proposal, RunningPlan
 from tenuto.placement.planner.standby import taken_over
 from tenuto.placement.versions import shared_out, splits
@@ -56,6 +57,8 @@ class Controller:
         self._checked_s = self._compared_s = -settings.interval_s
         self._now_s = 0.0
         self._gpu_requests = GpuRequests(settings)
+        self._idle = [spec for spec in memory.plan.models if spec.name in memory.plan.idle]
+        self._idle_models = IdleModels(self._idle)
         self._standby_of: tuple[Gpulet, ...] | None = None  # gpu-lets for which standby processes were asked
         self._edits = dict(memory.edits)
         confidence = settings.canary.confidence
@@ -83,9 +86,14 @@ class Controller:
             self._questions.forget_answer()
             self.note(journal.gpus_late(now_s, late, self._settings.change.come_s))
         self._go_on(seen, news)
+        if self.mode == "act":
+            models, is_changing = self._workload.models, self.change is not None
+            self._idle = self._idle_models.observe(now_s, models, seen.models, is_changing=is_changing)
         self._judge_canaries(seen)
         if self.change is None and self._change_state.standby:
             self._let_standby_take_over(news, seen.ready, is_news=news.jumped or lost)
+        if self.change is None and self.mode != "off":
+            self._follow_idle_models()
         if self.change is None and self.mode != "off":
             self._find_reasons(news)
             self._ask()
@@ -114,6 +122,8 @@ class Controller:
             applications = self._workload.applications  # the planner is asked for their models alone
             update = {"models": models, "applications": applications, "drained": self.plan.drained}
             result = replace(result, plan=result.plan.model_copy(update=update))
+            if self._idle and result.plan is not None:
+                result = replace(result, plan=with_idle(result.plan, self._idle, self._wake_s))
         self._keep_on_standby(result, "; ".join(reasons.values()))
         reasons.pop(Reason.STANDBY, None)
         if not reasons:
@@ -204,6 +214,8 @@ class Controller:
         plan's; edits since the last plan file stay, but models get the versions and shares that they have in the plan.
         """
         self._now_s, self._change_state.gpus = now_s, gpus
+        self._idle_models.restart(now_s)
+        self._idle = []
         if declared is None:
             self._edits.clear()
         else:
@@ -313,6 +325,8 @@ class Controller:
     def _shared_out(self, traffic: Traffic) -> Traffic:
         """Return the traffic by declared model, with requests split among versions as declared."""
         rates = shared_out(traffic.mean_rps, self.plan.models, self._workload.models)
+        for spec in self._idle:
+            rates.pop(spec.name, None)
         return Traffic(rates, traffic.dispersion, traffic.sigmas)
 
     def _short(self, plan: Plan) -> Mapping[str, float]:
@@ -423,6 +437,36 @@ class Controller:
             if obstacle is None:
                 self.withdraw(verdict.name, line.text)
 
+    # --- idle models --------------------------------------------------------------------------------------------------
+
+    @property
+    def _wake_s(self) -> float:
+        """How long it takes until an idle model serves again, from the request that wakes it."""
+        return self._idle_models.wake_s or self._change_state.durations.start_s
+
+    def _follow_idle_models(self) -> None:
+        """Bring models back that are asked again, and end the gpu-lets of models that nobody asks."""
+        idle, away = self._idle, self.plan.idle
+        woken = away.keys() & {spec.name for spec in self._workload.models} - {spec.name for spec in idle}
+        if woken and Reason.ASKED not in self._reasons:
+            self._estimates.expect_declared(woken, self._workload, self.plan)
+            self._questions.forget_answer()
+        if woken or self._idle_models.waking:
+            self._idle_models.follow_start(self._now_s, woken)
+        self._set(Reason.ASKED, woken, f"{', '.join(sorted(woken))} is asked again")
+        leaving = ", ".join(spec.name for spec in idle if spec.name not in away)
+        if not leaving or self._obstacle(saves_only=True) is not None:
+            return
+        why = f"nobody has asked {leaving} for as long as idle_after_s says"
+        self.note(LogLine(self._now_s, Kind.CHANGE, why))
+        self._questions.forget_answer()
+        self._questions.out = None  # it asked for places for them
+        self._begin(with_idle(self.plan, idle, self._wake_s), why)
+        if len(idle) < len(self._workload.models):
+            self._reasons[Reason.IDLE] = f"{leaving} has left"
+        else:
+            self._want_gpus({})
+
     # --- reasons ------------------------------------------------------------------------------------------------------
 
     def _find_reasons(self, news: EstimateUpdate) -> None:
@@ -495,7 +539,9 @@ class Controller:
                 why = f"the planner took more than {change.plan_timeout_s:g} s. Raise change.plan_timeout_s"
                 self.planned(self._now_s, questions.out.number, why)
             return
-        if not self._reasons:
+        idle = {spec.name for spec in self._idle}
+        models = tuple(spec for spec in self._workload.models if spec.name not in idle)
+        if not self._reasons or not models:
             return
         needs, kinds = self._traffic().upper_rps, frozenset(self._reasons)
         if Reason.STANDBY not in kinds and questions.has_answered(self._now_s, needs, kinds):
@@ -509,9 +555,10 @@ class Controller:
                 return
             kinds = frozenset(self._reasons)
         ahead_s = self._change_state.durations.start_s + self._settings.interval_s
-        estimates.lengths.asked(self._workload.models)
-        models, running = estimates.lengths.measured(self._workload.models), self._change_state.here(self.plan)
-        expected_rps = shared_out(estimates.rates.expected_rps(ahead_s), self.plan.models, self._workload.models)
+        estimates.lengths.asked(models)
+        models, running = estimates.lengths.measured(models), self._change_state.here(self.plan)
+        served = tuple(spec for spec in running.models if spec.name not in running.idle)
+        expected_rps = shared_out(estimates.rates.expected_rps(ahead_s), self.plan.models, models)
         bounds, present, given_up = self._settings.gpus, self._present, self._gpu_requests.given_up
         growth = tuple(kind for kind, bound in bounds.items() if bound.max > 0 and kind not in given_up)
         limits = {kind: max(present[kind], bounds[kind].max if kind in growth else 0) for kind in (*present, *bounds)}
@@ -525,7 +572,9 @@ class Controller:
             RunningPlan(
                 running.model_copy(
                     update={
-                        "models": estimates.lengths.measured(running.models),
+                        "models": estimates.lengths.measured(served),
+                        "unserved": tuple(name for name in running.unserved if name not in running.idle),
+                        "idle": {},
                         "drained": (*running.drained, *sorted(self._change_state.leaving)),
                     }
                 ),
@@ -563,17 +612,19 @@ class Controller:
 
     def _want(self, result: Proposal) -> None:
         """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
-        if result.needed_gpus is None:
-            return
+        if result.needed_gpus is not None:
+            self._want_gpus(result.needed_gpus)
+
+    def _want_gpus(self, needed: Mapping[str, int]) -> None:
         present, bounds = self._present, self._settings.gpus
-        totals = self._gpu_requests.update_totals(self._now_s, result.needed_gpus, present)
+        totals = self._gpu_requests.update_totals(self._now_s, needed, present)
         if totals is not None:
             self._decisions.append(WantGpus(totals, {kind: n - present[kind] for kind, n in totals.items()}))
             if missing := self._gpu_requests.missing:
                 self.note(journal.gpus_requested(self._now_s, missing))
         missing = {
             kind: count - max(present[kind], bounds[kind].max if kind in bounds else 0)
-            for kind, count in result.needed_gpus.items()
+            for kind, count in needed.items()
         }
         short = {kind: count for kind, count in missing.items() if count > 0}
         if short:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.interface import Observation
@@ -94,6 +94,13 @@ class Estimates:
         """Follow these models; a new model starts from its declared rate."""
         self.rates.set_models(_declared(workload, running))
         self.attainment.set_models(_counting(workload))
+
+    def expect_declared(self, names: Collection[str], workload: Workload, running: Plan) -> None:
+        """Expect the declared rates of models that were idle and are asked again; what was lost of them is no news."""
+        known = self.rates.memory()
+        mean_rps = {name: rate for name, rate in known.mean_rps.items() if name not in names}
+        self.rates.set_models(_declared(workload, running), replace(known, mean_rps=mean_rps))
+        self.unsettle(self._last_s or 0.0)
 
     def unsettle(self, now_s: float) -> None:
         """Note an event that explains requests lost soon after."""

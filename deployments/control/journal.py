@@ -30,6 +30,8 @@ class Reason(StrEnum):
     RATE = "rate"
     STANDBY = "standby"
     WORKLOAD = "workload"
+    ASKED = "asked"
+    IDLE = "idle"
     STUCK = "stuck"
 
 

@@ -68,3 +68,27 @@ def test_a_change_of_plan_loses_none_of_their_stages() -> None:
     assert row["failed"] == 0
     stages = dict(zip(run.names, run.ended().tolist(), strict=True))
     assert sum(stages["pictures.name"]) == 3 * sum(stages["pictures.find"][: Outcome.LATE + 1])
+
+
+def test_a_model_that_nobody_asks_frees_its_gpu_until_somebody_asks_again() -> None:
+    quiet = {"process": "steps", "options": {"factors": [1.0, 1e-9, 1.0]}}
+    idle = {
+        "name": "idle",
+        "rate_rps": 100.0,
+        "slo_ms": 100.0,
+        "latency": LATENCY,
+        "arrival": quiet,
+        "idle_after_s": 60.0,
+    }
+    busy = {"name": "busy", "rate_rps": 100.0, "slo_ms": 100.0, "latency": LATENCY}
+    workload = parse_document(Workload, {"models": [idle, busy]}, origin="w.yaml")
+    plan = solve(Symphony(), workload, Cluster.parse("v100:2"), Profiles(()))
+    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "ffd"}, "change": {"start_s": 3.0}})
+    how: dict[str, Any] = {"scheduler_name": "eager", "duration_s": 600.0, "seed": 3}
+    run = ControlledSimulation(workload, plan, CLUSTER.gpus, Profiles(()), settings, **how).run()
+    held = [{replica.name for gpulet in each.gpulets for replica in gpulet.models} for _, each, _ in run.plans]
+    assert {"busy"} in held
+    assert held[-1] == {"busy", "idle"}
+    rows = controlled_summary(run, 600.0, 0.0, ())["models"]
+    assert rows["busy"]["attainment"] > 0.99
+    assert 0.9 < rows["idle"]["attainment"] < 1.0  # what came while it started is lost

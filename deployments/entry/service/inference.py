@@ -51,6 +51,7 @@ from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, load
 from tenuto.deployments.entry.service.schema_checks import SchemaChecks
 from tenuto.deployments.entry.service.traces import Traces
 from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCopies, Split, traffic_splits
+from tenuto.deployments.entry.service.waking_models import IdleModelError, WakingModels
 from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
@@ -163,6 +164,7 @@ class InferenceService:
         self.application_counters = ApplicationCounters()
         self._splits: dict[str, Split] = {}  # of models that have versions
         self._draw, self._copies = draw, ShadowCopies(draw)
+        self._waking = WakingModels()
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
         self._latest: tuple[Head, Route] | None = None  # likewise; most bodies come with their heads
         self._id_prefix = secrets.token_hex(4)
@@ -196,6 +198,7 @@ class InferenceService:
         self._follow_applications(() if plan is None else plan.applications)
         for name in known.keys() - self._models.keys():
             known[name].close()
+        self._waking.follow(plan, models)
 
     def _follow_applications(self, applications: Sequence[Application]) -> None:
         """Take the applications of a plan. Requests under way go on with what they began with."""
@@ -287,6 +290,7 @@ class InferenceService:
             return model.interface
         plan, application = self._plan, self._applications.get(model.name)
         names = [model.name] if application is None else [stage.model for stage in application.graph.stages]
+        self._waking.check(model, names)
         for name in names:
             if plan is not None and name in plan.unserved:
                 why = plan.unserved_reasons.get(name, "no reason given")
@@ -330,8 +334,23 @@ class InferenceService:
             if route.began_s is not None and route.model is not None:
                 self._count_proxy(exchange, route.model, route.began_s)
             route.handle(exchange, route, described)
+        except IdleModelError as error:
+            self._wait_for_start(exchange, route, described, error)
         except HttpError as error:
             refuse(exchange, error)
+
+    def _wait_for_start(
+        self, exchange: Exchange, route: Route, described: DescribedRequest | None, error: IdleModelError
+    ) -> None:
+        """Begin anew when the models that are asked for have started; refuse what has not the time to wait."""
+        asked_ms, model = route.slo_ms if route.ttft_ms is None else route.ttft_ms, error.model
+        own_ms = math.inf if route.offline and not model.offline else min(model.slo_ms, model.ttft_ms)
+        due_ms = exchange.arrived_ms + min(own_ms if asked_ms is None else asked_ms, exchange.patience_ms)
+        started = self._waking.wake(error, self.dispatching, due_ms / 1000.0 - self._clock())
+        if started is None:
+            refuse(exchange, error.without_frames())
+        else:
+            self.wait_for(exchange, started, lambda _: self.handle(exchange, described), due_ms)
 
     def _forget_routes(self) -> None:
         self._routes.clear()
@@ -346,6 +365,7 @@ class InferenceService:
     def _route(self, head: Head) -> Route:
         """Find what a head leads to, once for each head and plan, and return it."""
         action, name, version = load_path(head.url)
+        caller = None
         try:
             self._check_site(head)
             caller = self._caller(head, name)
@@ -363,11 +383,20 @@ class InferenceService:
                 if not version and name in self._splits:
                     route = self._split_route(action, self._splits[name], head, route)
                 route = route._replace(caller=caller)
-            if caller is not None and caller.entry.offline:
-                route = route._replace(offline=True)
+        except IdleModelError as error:  # each request wakes it, or waits
+            route = route_to(self._ask_anew, error.model, head)._replace(caller=caller)
         except HttpError as error:
             route = Route(lambda _exchange, _route, _described: None, problem=error.without_frames())
+        if caller is not None and caller.entry.offline:
+            route = route._replace(offline=True)
         return self._routes.add(head, route) if head.is_cached else route
+
+    def _ask_anew(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
+        """Answer a request for a model that was asleep when its route was made."""
+        assert route.model is not None
+        self._ready(route.model)
+        self._forget_routes()
+        self.handle(exchange, described)
 
     def _check_site(self, head: Head) -> None:
         """Raise `HttpError` 403 if the page of another site may have asked and only this machine may ask."""
@@ -688,6 +717,9 @@ class InferenceService:
             return  # the client has left, or was answered
         exchange.on_left = None
         error = done.exception()  # raised here it would hold this frame, and this frame it
+        if isinstance(error, IdleModelError):
+            self._wait_for_start(exchange, self._latest_route(exchange.head), None, error)
+            return
         if error is not None:
             refuse(exchange, error)
             return

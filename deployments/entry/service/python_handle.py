@@ -184,6 +184,13 @@ class TenutoHandle:
         rule = f"is not in the plan that was served at the connection ({', '.join(names) or '(none)'})"
         raise refused("model", model, rule, "Ask for one of them, or connect again after the plan has changed.")
 
+    def _wake(self, model: str, version: str | None = None) -> None:
+        """Let the controller hear of a request for an idle model, or for an application with such stages."""
+        stages = () if version or model not in self._applications else self._applications[model].graph.stages
+        for name in [self._name(stage.model, None) for stage in stages] or [self._name(model, version)]:
+            if self._plan.model(name).idle_after_s is not None and not self._dispatchers.is_ready(name):
+                ask(self._dispatchers, name, (), slo_ms=0.0)  # it expires there, and is counted
+
     def _split(self, model: str) -> Split | None:
         """Return the split of requests that name no version; None for a model without versions."""
         if (versions := self._versions.get(model)) is None:
@@ -214,6 +221,7 @@ class TenutoHandle:
             RequestFailedError: expired, rejected or failed.
         """
         slo_ms = _allowed_ms(slo_ms, "slo_ms")
+        self._wake(model, version)
         parts, sizes = _parts(self.interface(model, version), inputs)
         answer = await self.submit(model, parts, slo_ms, request_id, version, sizes)
         if answer.outcome is not Outcome.OK:
@@ -401,6 +409,7 @@ class TenutoHandle:
             raise InvalidInputError(error.message) from None
 
     def _limits(self, model: str) -> GenerationLimits:
+        self._wake(model)
         if (limits := self.interface(model).signature.generates) is None:
             raise refused("model", model, "has no language-modelling head", "Use `infer`.")
         return limits

@@ -22,6 +22,7 @@ KNOWN = {
     "canaries",
     "estimates",
     "gpu_requests",
+    "idle_models",
     "lengths",
     "change_rate_limit",
     "planner",
