@@ -525,9 +525,17 @@ class Controller:
         With several types, GPUs of another type may cost less at any load.
         """
         used = len(self.plan.used_gpus)
-        if sum(bound.max > 0 for bound in self._settings.gpus.values()) > 1:
+        if sum(bound.max > 0 for bound in self._settings.gpus.values()) > 1 or self._spare_nodes():
             return 1.0
         return 1.0 - 1.0 / used if self._settings.gpus and used else 0.0
+
+    def _spare_nodes(self) -> bool:
+        """Whether GPUs in use could lie on fewer nodes, where nodes are given back whole."""
+        sizes = Counter(node_of(gpu.id) for gpu in self._change_state.usable)
+        used = Counter(map(node_of, self.plan.used_gpus))
+        fewer = sorted((sizes[node] for node in used), reverse=True)[:-1]
+        is_by_node = any(bound.per_node > 1 for bound in self._settings.gpus.values())
+        return is_by_node and sum(used.values()) <= sum(fewer)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -581,6 +589,7 @@ class Controller:
                 self._shared_out(estimates.traffic(ahead_s)),
                 ChangeTerms(expected_rps, self._change_state.durations, change.horizon_s, change.hysteresis),
                 growth=growth,
+                by_node=frozenset(kind for kind in growth if bounds[kind].per_node > 1),
                 limits=limits if bounds else {},
                 prices=prices,
                 slowdowns=slowdowns,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -277,21 +279,29 @@ class ControlledCluster:
         self._at(now_s + _PLANNING_S, arrive)
 
     def _provide(self, now_s: float, wanted: Mapping[str, int]) -> None:
-        """Bring missing GPUs, and release empty ones above what is wanted."""
+        """Bring missing GPUs, and release empty ones above what is wanted, both a node at a time."""
         plan = self._controller.plan
         used = set(plan.used_gpus)
         for kind, count in wanted.items():
-            present = [gpu for gpu in self._gpus.values() if gpu.type == kind]
-            for gpu in present[::-1][: max(0, len(present) - count)]:
-                if gpu.id not in used:
-                    del self._gpus[gpu.id]
-            for _ in range(count - len(present)):
-                self._at(now_s + _PROVISION_S, lambda _at_s, kind=kind: self._new_gpu(kind))  # type: ignore[misc]
+            per_node = self._settings.gpus[kind].per_node
+            nodes: dict[str, list[str]] = defaultdict(list)
+            for gpu in self._gpus.values():
+                if gpu.type == kind:
+                    nodes[node_of(gpu.id) if per_node > 1 else gpu.id].append(gpu.id)
+            present = sum(map(len, nodes.values()))
+            excess = present - count
+            for node in [*nodes.values()][::-1]:
+                if len(node) <= excess and used.isdisjoint(node):
+                    excess -= len(node)
+                    self._gpus = {name: gpu for name, gpu in self._gpus.items() if name not in node}
+            for _ in range(math.ceil((count - present) / per_node)):
+                self._at(now_s + _PROVISION_S, lambda _at_s, kind=kind: self._new_node(kind))  # type: ignore[misc]
 
-    def _new_gpu(self, kind: str) -> None:
+    def _new_node(self, kind: str) -> None:
         self._coming += 1
-        name = f"grown{self._coming}/0"
-        self._gpus[name] = self._growth[kind].model_copy(update={"id": name})
+        for place in range(self._settings.gpus[kind].per_node):
+            name = f"grown{self._coming}/{place}"
+            self._gpus[name] = self._growth[kind].model_copy(update={"id": name})
 
     # --- what befalls it --------------------------------------------------------------------------------------------
 

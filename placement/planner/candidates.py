@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
+from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node, node_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.generation_capacity import in_proportion
@@ -36,6 +36,7 @@ from tenuto.placement.program import Gpulet
 from tenuto.placement.workload import Workload
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
+_MOST_EMPTIED = 4  # limit: nodes that are looked at, each with a plan of its own
 SLIGHT = 1e-3  # derived: of attainment; ten times `expectation.outlook.NOTHING`, the noise of promises
 
 
@@ -102,6 +103,8 @@ class Candidates:
         how, plan = ("extended", self._extended(running, missing)) if missing else ("trimmed", self.trimmed(running))
         if plan is not None:
             yield Candidate(how, plan)
+        if not missing:
+            yield from self._on_fewer_nodes(plan or running)
         if self.asks_for_places:
             gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus)
             plan = self.completed(running.model_copy(update={"gpus": gpus}), adds_replicas=True)
@@ -277,6 +280,17 @@ class Candidates:
         if len(needed) == len(running.gpulets):
             return None
         return with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in needed])
+
+    def _on_fewer_nodes(self, running: Plan) -> Iterator[Candidate]:
+        """Yield the running plan without each node that could be given back, the emptiest first: what lies there moves
+        to other nodes, and the rest stays."""
+        used = _used_gpus(running)
+        held = Counter(node_of(gpu) for gpulet in running.gpulets for gpu in gpulet.gpus)
+        whole = {node_of(gpu.id) for gpu in self.gpus if gpu.whole_type in self.running.by_node}
+        for node in sorted(whole & held.keys(), key=lambda node: (held[node], node))[:_MOST_EMPTIED]:
+            left = tuple(gpu for gpu in self.gpus if node_of(gpu.id) != node)
+            if used <= Counter(gpu.whole_type for gpu in left):
+                yield Candidate(f"emptying {node}", self._matched(running, left))
 
     def _needed(self, plan: Plan) -> Sequence[Gpulet]:
         """Return the gpu-lets that a plan needs."""

@@ -9,10 +9,10 @@ lost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
@@ -26,17 +26,25 @@ class Rent:
     """What occupied GPUs cost: whole GPUs on a cluster that can grow, else the shares held. A MIG instance is worth its
     part of the GPU.
 
-    `price` is per hour by GPU type, for clusters of several types; a type without one counts 1.
+    `price` is per hour by GPU type, for clusters of several types; a type without one counts 1. `beside`: the GPUs that
+    come and go together with a GPU, by GPU.
     """
 
     by_gpu: bool
     price: Mapping[str, float]
+    beside: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @classmethod
-    def on(cls, gpus: Sequence[Gpu], *, by_gpu: bool) -> Rent:
-        """Return what these GPUs cost. Prices count when there are several types; GPUs of one type cost the same."""
+    def on(cls, gpus: Sequence[Gpu], *, by_gpu: bool, by_node: Collection[str] = ()) -> Rent:
+        """Return what these GPUs cost, those of types in `by_node` with all of their node. Prices count when there are
+        several types; GPUs of one type cost the same."""
         prices = {gpu.type: gpu.price_per_hour for gpu in gpus}
-        return cls(by_gpu, {k: price for k, price in prices.items() if price is not None} if len(prices) > 1 else {})
+        price = {k: price for k, price in prices.items() if price is not None} if len(prices) > 1 else {}
+        together: dict[str, list[str]] = defaultdict(list)
+        for gpu in gpus:
+            if by_gpu and gpu.whole_type in by_node:
+                together[node_of(gpu.id)].append(gpu.device)
+        return cls(by_gpu, price, {name: set(names) for names in together.values() for name in names})
 
     def of(self, plan: Plan) -> float:
         """Return what a plan occupies, in GPUs (times their price when they have one)."""
@@ -49,6 +57,9 @@ class Rent:
         for place in plan.gpus:
             if place.id in held:
                 kinds[place.device] = place.whole_type
+                for device in self.beside.get(place.device, ()):
+                    kinds.setdefault(device, place.whole_type)
+                    on.setdefault(device, 0.0)
                 on[place.device] += held[place.id] if place.cut_as is None else min(1.0, held[place.id]) * place.part
         return sum(self.price.get(kinds[gpu], 1.0) * (1.0 if self.by_gpu else part) for gpu, part in on.items())
 

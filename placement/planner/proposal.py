@@ -89,7 +89,7 @@ class _WorthOfChange:
     def __init__(self, candidates: Candidates) -> None:
         gpus, running = candidates.gpus, candidates.running
         self._candidates = candidates
-        self._scale = ChangeScale(running, gpus, Rent.on(gpus, by_gpu=bool(running.growth)))
+        self._scale = ChangeScale(running, gpus, Rent.on(gpus, by_gpu=bool(running.growth), by_node=running.by_node))
 
     def judged(self, candidate: Candidate) -> tuple[PlanRank, Proposal]:
         """Return the rank of a candidate, and the candidate made for the traffic."""

@@ -41,7 +41,8 @@ class RunningPlan:
     """The plan that serves now, and what a plan in its place has to do.
 
     `traffic` has to be carried, and `attainment` is the part of every model's requests that has to be in time. `growth`
-    are the GPU types that the cluster can grow by; without any it is fixed. `limits` say of how many GPUs of a type
+    are the GPU types that the cluster can grow by; without any it is fixed. GPUs of types in `by_node` come and go with
+    all of their node. `limits` say of how many GPUs of a type
     there is no more. `prices` are per hour by type, where they are given. `slowdowns` is what batches of a program take
     over their profile. `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain.
     Without them the plan with the fewest changes is sought: of at most `most_changes` gpu-lets that start or load. It
@@ -54,6 +55,7 @@ class RunningPlan:
     most_changes: int | None = None
     promises: Literal["anew", "running", "larger"] = "anew"
     growth: tuple[str, ...] = ()
+    by_node: frozenset[str] = frozenset()
     limits: Mapping[str, int] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
