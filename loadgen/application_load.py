@@ -153,7 +153,9 @@ class Joins:
                 return self._end(run, call, Outcome.EXPIRED)
             rows = self._rows.get((call, stage), [])
             due += run.expand(stage, len(rows), now)
-            changes += [(row, run.deadline_ms(stage, now)) for row in rows]
+            if rows:
+                deadline_ms = run.deadline_ms(stage, now)
+                changes += [(row, deadline_ms) for row in rows]
         if run.is_complete:
             at_ms = self.answered_ms[call] = now + self._response_ms
             is_late = at_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS

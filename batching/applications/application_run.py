@@ -25,7 +25,7 @@ class ApplicationRun:
 
     def __init__(self, graph: ApplicationGraph, arrived_ms: float, deadline_ms: float, times: StageTimes) -> None:
         """`deadline_ms`: when the answer of the application must be there."""
-        self.graph, self.arrived_ms, self._deadline_ms, self._times = graph, arrived_ms, deadline_ms, times
+        self.graph, self.arrived_ms, self._deadline_ms, self._known = graph, arrived_ms, deadline_ms, times.of(graph)
         self._waits = [len(stage.before) for stage in graph.stages]  # stages before each that are not complete
         self._left = [0] * len(graph.stages)  # requests of each stage without an answer, once it is expanded
         self._open = len(graph.stages)  # stages that are not complete
@@ -66,6 +66,10 @@ class ApplicationRun:
         if not self.is_over and self.graph.stages[stage].allow_missing:
             self._end_request(stage, now)
             return False
+        if not self.is_over:
+            for place, took_ms in enumerate(self.stage_ms):
+                if not math.isnan(took_ms):
+                    self._known.note_loss_behind(place)
         self.give_up(now)
         return True
 
@@ -81,24 +85,16 @@ class ApplicationRun:
     def deadline_ms(self, stage: int, now: float) -> float:
         """Return when a request of a stage that is sent now must be answered.
 
-        Of the time that is left, the stage has its part on the longest path from here. Stages weigh by their planned
-        budgets, which are those of models that wait for no other, and by how long others keep them from their gpu-lets.
-        A stage has at least what its model needs, and leaves what the stages behind it need.
+        The stages behind it keep their parts of the time that is left, or less where they took less lately
+        (`GraphTimes.behind_ms`). A stage has at least what its model needs.
         """
         left_ms = self._deadline_ms - now
-        shares = [each.budget_ms + self._times.blocked_ms(each.model) for each in self.graph.stages]
-        part = shares[stage] / (shares[stage] + self.graph.longest_behind(shares)[stage])
-        own_ms, behind_ms = self._times.least_ms(self.graph.stages[stage].model), self._needs(stage)[1]
-        return now + max(own_ms, min(left_ms * part, left_ms - behind_ms))
+        return now + max(self._known.least_ms[stage], left_ms - self._known.behind_ms(stage, left_ms))
 
     def cannot_end(self, stage: int, now: float) -> bool:
         """Whether the application's answer would be late even if this stage and all behind it ran at once."""
-        return now + sum(self._needs(stage)) > self._deadline_ms + TIME_TOLERANCE_MS
-
-    def _needs(self, stage: int) -> tuple[float, float]:
-        """Return what a stage needs at least, and the stages behind it. A stage that may be missing needs nothing."""
-        each = [0.0 if each.allow_missing else self._times.least_ms(each.model) for each in self.graph.stages]
-        return each[stage], self.graph.longest_behind(each)[stage]
+        needs_ms = self._known.needs_ms[stage] + self._known.needs_behind_ms[stage]
+        return now + needs_ms > self._deadline_ms + TIME_TOLERANCE_MS
 
     def _end_request(self, stage: int, now: float) -> None:
         self._left[stage] -= 1
@@ -109,6 +105,8 @@ class ApplicationRun:
         self.stage_ms[stage] = now - self.due_ms[stage]
         self._open -= 1
         self.is_over = not self._open
+        if self.is_over:
+            self._known.note_answer(self.due_ms, [a + b for a, b in zip(self.due_ms, self.stage_ms, strict=True)])
         for later in self.graph.stages[stage].later:
             self._waits[later] -= 1
             if not self._waits[later]:

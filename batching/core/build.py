@@ -100,7 +100,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
     system = System(models, tuple(gpulets), network, programs, plan.objective, tuple(generating))
     raise_if_any(system.unserveable() if check_slos else ())
-    return with_stage_weights(system, plan.applications) if plan.applications else system
+    return with_stages(system, plan.applications) if plan.applications else system
 
 
 def _limits(generates: Generates, kv_tokens: int | None, block_tokens: int, longest_context: int | None) -> StepLimits:
@@ -249,22 +249,28 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
     gpulets = tuple(ScheduledGpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     system = System(models, gpulets, network, objective=workload.objective)
     raise_if_any(system.unserveable())
-    return with_stage_weights(system, workload.applications) if workload.applications else system
+    return with_stages(system, workload.applications) if workload.applications else system
 
 
-def with_stage_weights(system: System, applications: Sequence[Application]) -> System:
-    """Return the system with weights of models by what their requests are worth to the applications that ask them.
+def with_stages(system: System, applications: Sequence[Application]) -> System:
+    """Return the system with weights of models by what their requests are worth to the applications that ask them, and
+    with bounds on how long those are held for larger batches that other stages wait for.
 
     A request of an application is worth 1 when it is answered. When one of its stages is complete, it is worth the part
     of its GPU time that it has had by then: so much is lost with it. The requests of the stage share that. The worth of
     a shared model's request is the mean over all that ask it; what clients ask by themselves is worth 1.
+
+    Stages behind can use the time for which a request is held. So it is held for at most as long as it takes alone.
     """
+    alone_ms: dict[str, float] = {}
     cost_ms: dict[str, float] = {}  # GPU time of a request in a batch that takes half of the SLO
     for hosts in system.distinct_hosts():
         for program, host in hosts.items():
             for model in [system.models[member] for member in system.programs[program].members]:
                 size = usual_batch(host.planned_ms(), model.slo_ms)
+                alone_ms[model.name] = min(host.planned_batch_ms(1), alone_ms.get(model.name, INF))
                 cost_ms[model.name] = min(host.planned_batch_ms(size) / size, cost_ms.get(model.name, INF))
+    awaited = {app.model_name(app.stage(label)) for app in applications for s in app.stages for label in s.after}
     rates: dict[str, float] = {}
     worth_rps: dict[str, float] = {}
     for app in applications:
@@ -283,6 +289,9 @@ def with_stage_weights(system: System, applications: Sequence[Application]) -> S
             alone_rps = max(0.0, (model.rate_rps or stage_rps) - stage_rps)
             worth = (alone_rps + worth_rps[model.name]) / (alone_rps + stage_rps)
             model = replace(model, weight=model.weight * worth)
+        if model.name in awaited and model.name in alone_ms:
+            hold_ms = min(alone_ms[model.name], INF if model.longest_hold_ms is None else model.longest_hold_ms)
+            model = replace(model, longest_hold_ms=hold_ms)
         models.append(model)
     return replace(system, models=tuple(models))
 

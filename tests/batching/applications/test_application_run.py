@@ -84,8 +84,9 @@ class Driven:
     lost_at_ms: float | None = None
 
 
-def drive(fate: Fate) -> tuple[Driven, ApplicationRun]:
-    run, seen, events = run_of(fate.graph), Driven(), list[tuple[float, bool, int]]()
+def drive(fate: Fate, times: StageTimes | None = None) -> tuple[Driven, ApplicationRun]:
+    run = ApplicationRun(fate.graph, 0.0, SLO_MS, times or StageTimes())
+    seen, events = Driven(), list[tuple[float, bool, int]]()
 
     def send(stages: list[int], now: float) -> None:
         for stage in stages:
@@ -175,14 +176,59 @@ def test_a_run_that_is_given_up_is_over_without_an_answer() -> None:
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
-def test_what_an_early_stage_leaves_is_shared_by_those_behind_it() -> None:
-    run = run_of(graph_of((), (0,), (1,), (2,)))
-    assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 10.0), run.deadline_ms(3, 60.0)] == [25.0, 40.0, 100.0]
+def test_the_next_stage_has_what_an_early_one_leaves_and_all_share_what_it_lacks() -> None:
+    run = run_of(graph_of((), (0,), (1,), (2,), budget_ms=25.0))
+    assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 10.0), run.deadline_ms(3, 60.0)] == [25.0, 50.0, 100.0]
+    assert run.deadline_ms(1, 40.0) == 60.0  # a third of what is left, as the plan has it
 
 
 def test_a_stage_that_others_keep_from_its_gpulets_has_more_of_the_time() -> None:
-    run = ApplicationRun(CHAIN, 0.0, SLO_MS, StageTimes(blocked_ms={"m1": 20.0}))
-    assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 20.0)] == [20.0, 80.0]  # 10, 30 and 10 of 50
+    graph = graph_of((), (0,), (1,), budget_ms=30.0)
+    run = ApplicationRun(graph, 0.0, SLO_MS, StageTimes(blocked_ms={"m1": 60.0}))
+    assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 20.0)] == [20.0, 80.0]  # 30, 90 and 30 of 150
+
+
+def test_a_stage_has_the_time_that_those_behind_it_took_less_lately_until_one_of_them_is_late() -> None:
+    times, graph = StageTimes(), graph_of((), (0,), (1,), budget_ms=30.0)
+
+    def end(*took_ms: float) -> ApplicationRun:
+        run, now = ApplicationRun(graph, 0.0, SLO_MS, times), 0.0
+        run.begin(now)
+        for stage, ms in enumerate(took_ms):
+            run.expand(stage, 1, now)
+            now += ms
+            run.answered(stage, now)
+        return run
+
+    first = run_of(graph).deadline_ms(0, 0.0)
+    for _ in range(200):
+        end(5.0, 10.0, 5.0)
+    assert first == 40.0  # of 100 ms, 60 are planned for those behind it
+    assert end(5.0).deadline_ms(0, 0.0) == pytest.approx(SLO_MS - 15.0, abs=0.1)  # those behind it took 15 ms
+    end(5.0, 20.0, 5.0)
+    assert end(5.0).deadline_ms(1, 0.0) == pytest.approx(SLO_MS - 5.0, abs=0.1)
+    assert end(5.0).deadline_ms(0, 0.0) == pytest.approx(SLO_MS - 25.0, abs=0.1)
+    lost = end(5.0)
+    lost.expand(1, 1, 5.0)
+    assert lost.lost(1, 6.0)
+    assert end(5.0).deadline_ms(0, 0.0) == pytest.approx(first)
+    times.follow(everywhere(workload(traffic()), Cluster.parse("v100:1"), Profiles(())))  # a new plan
+    for stage in (0, 1):
+        assert end(5.0).deadline_ms(stage, 0.0) == run_of(graph).deadline_ms(stage, 0.0)
+
+
+@given(st.lists(fates(), max_size=8), fates(), st.floats(0.0, 99.0))
+def test_whatever_was_a_stage_has_its_planned_part_and_leaves_what_those_behind_it_need(
+    history: list[Fate], fate: Fate, now: float
+) -> None:
+    needs, times = {f"m{place}": 2.0 for place in range(6)}, StageTimes({f"m{place}": 2.0 for place in range(6)})
+    for past in history:
+        drive(replace(past, graph=fate.graph, requests=(past.requests * 6)[: len(fate.requests)]), times)
+    fresh, run = run_of(fate.graph, needs), ApplicationRun(fate.graph, 0.0, SLO_MS, times)
+    for place in range(len(fate.graph.stages)):
+        assert run.deadline_ms(place, now) >= fresh.deadline_ms(place, now) - 1e-6
+        behind_ms = fate.graph.longest_behind([0.0 if s.allow_missing else 2.0 for s in fate.graph.stages])[place]
+        assert run.deadline_ms(place, now) <= max(SLO_MS - behind_ms, now + 2.0) + 1e-6
 
 
 def test_a_stage_leaves_what_those_behind_it_need() -> None:
