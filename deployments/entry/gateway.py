@@ -18,6 +18,7 @@ from tenuto.deployments.entry.http.body_memory import REACH
 from tenuto.deployments.entry.http.file_descriptors import use_all_descriptors
 from tenuto.deployments.entry.http.http1 import HttpConnection
 from tenuto.deployments.entry.http.open_connections import Limits
+from tenuto.deployments.entry.http.relay import StoreFinder
 from tenuto.deployments.entry.http.server import HttpServer, Speaks
 from tenuto.deployments.entry.service.controller_cache import AskController, nothing
 from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
@@ -33,7 +34,7 @@ from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.security.certificate import Certificate
-from tenuto.deployments.serve.discovery import beside_gateways, find_dispatcher, find_gpulet
+from tenuto.deployments.serve.discovery import beside_gateways, find_dispatcher, find_gpulet, find_store
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
@@ -53,6 +54,7 @@ class Entry:
         find_gpulet: Any = find_gpulet,
         find_dispatcher: Any = find_dispatcher,
         ask_beside: AskController = nothing,
+        find_store: Finder | None = None,
         *,
         unfinished_mib: int = 512,  # default
         taken_s: float = _TAKEN_S,
@@ -63,12 +65,14 @@ class Entry:
             find_gpulet: returns the function that finds a gpu-let, by its id.
             find_dispatcher: likewise for the dispatcher of a sub-cluster.
             ask_beside: returns what Serve runs beside the gateways.
+            find_store: finds the store of batches; None: there is none, whatever the settings say.
             unfinished_mib: most memory for the bodies of requests that are not answered.
             taken_s: how long it waits for a port that another gateway still has.
         """
         self._taken_s = taken_s
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
+        self._store = None if find_store is None else StoreFinder(find_store)
         self._dispatching: Dispatching | None = None  # the client, or the dispatcher in this process
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self._config: GatewayConfig | None = None
@@ -106,6 +110,7 @@ class Entry:
         if self._config is None or config.traces != self._config.traces:
             self._trace(config.traces)
         self._config = config
+        self.server.store = None if config.offline is None else self._store
         is_shared = config.is_shared_with_clients
         self._management.app = make_app(service, None if is_shared else self.metrics)
         old = self._dispatching
@@ -279,8 +284,8 @@ class Gateway:
             def dispatcher(sub_cluster: str) -> Finder:
                 return elsewhere(find_dispatcher(sub_cluster), rays)
 
-            beside = elsewhere(beside_gateways, rays)
-            self._entry = Entry(gpulet, dispatcher, beside, unfinished_mib=config.max_unfinished_mib)
+            beside, store = elsewhere(beside_gateways, rays), elsewhere(find_store(), rays)
+            self._entry = Entry(gpulet, dispatcher, beside, store, unfinished_mib=config.max_unfinished_mib)
         await self._entry.follow(config)
 
     async def check_health(self) -> None:

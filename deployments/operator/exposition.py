@@ -39,6 +39,7 @@ def render_metrics(status: SystemStatus) -> str:
         _advice,
         _schedulers,
         _controller,
+        _offline,
         _devices,
     )
     lines = [line for part in parts for metric in part(status) for line in metric]
@@ -293,6 +294,20 @@ def _controller(status: SystemStatus) -> Iterator[Metric]:
     yield _Rows(("gpu_type",), (((kind,), count) for kind, count in controller.missing_gpus.items())).gauge(
         "controller_missing_gpus", "GPUs that Ray's autoscaler was asked for and that are not there yet.", float
     )
+
+
+def _offline(status: SystemStatus) -> Iterator[Metric]:
+    if (offline := status.offline) is None:
+        return
+    answers = (("completed", offline.completed), ("failed", offline.failed))
+    yield _Rows(("outcome",), (((name,), count) for name, count in answers)).counter(
+        "offline_lines", "Lines of batches that have an answer.", float
+    )
+    each = _Rows((), [((), offline)])
+    yield each.gauge("offline_lines_waiting", "Lines of batches without an answer.", lambda o: o.waiting)
+    yield each.gauge("offline_batches_open", "Batches that are not over.", lambda o: o.open_batches)
+    yield each.gauge("offline_bytes", "Files of clients, with those of batches that are over.", lambda o: o.bytes)
+    yield each.gauge("offline_paused", "1 while nothing of batches is asked.", lambda o: bool(o.problem))
 
 
 def _devices(status: SystemStatus) -> Iterator[Metric]:

@@ -24,6 +24,7 @@ from tenuto.errors import Problem, raise_if_any
 
 ENTRY_APPLICATION = "tenuto"
 CONTROL_APPLICATION = "tenuto-control"
+OFFLINE_APPLICATION = "tenuto-offline"  # the store of batches, where there is one
 GPULET_PREFIX = "gpulet-"
 DISPATCHER_PREFIX = "dispatcher-"
 HEAD_NODE = "__internal_head__"  # Ray's name of the head in its resources, besides the head's address
@@ -50,7 +51,7 @@ def dispatcher_name(sub_cluster: str) -> str:
 
 def is_ours(application: str) -> bool:
     """Whether a Serve application of this name is one of ours."""
-    return application in (ENTRY_APPLICATION, CONTROL_APPLICATION) or application.startswith(
+    return application in (ENTRY_APPLICATION, CONTROL_APPLICATION, OFFLINE_APPLICATION) or application.startswith(
         (GPULET_PREFIX, DISPATCHER_PREFIX)
     )
 
@@ -132,7 +133,8 @@ class ServeApplication(Generic[C]):
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """All applications of a deployment. `proxy_port`: the port of Serve's proxies, which lead to none of them."""
+    """All applications of a deployment. `proxy_port`: the port of Serve's proxies, which lead to none of them.
+    `offline`: the store of batches, if there is to be one."""
 
     entry: ServeApplication[GatewayConfig]
     dispatchers: tuple[ServeApplication[DispatcherConfig], ...]
@@ -140,11 +142,13 @@ class ServeConfig:
     control: ServeApplication[ControlConfig]
     proxy_port: int
     log_json: bool
+    offline: ServeApplication[GatewayConfig] | None = None
 
     @property
     def applications(self) -> tuple[ServeApplication[Any], ...]:
         """All applications, the entry first."""
-        return (self.entry, *self.dispatchers, *self.gpulets, self.control)
+        offline = () if self.offline is None else (self.offline,)
+        return (self.entry, *self.dispatchers, *self.gpulets, *offline, self.control)
 
     @property
     def sockets(self) -> tuple[tuple[Listen, str], ...]:

@@ -12,6 +12,7 @@ from tenuto.deployments.serve.config import (
     ENTRY_APPLICATION,
     GPULET_PREFIX,
     HEAD_NODE,
+    OFFLINE_APPLICATION,
     ActorOptions,
     ServeApplication,
     ServeConfig,
@@ -32,6 +33,7 @@ from tenuto.deployments.serve.user_config import (
     GpuletSpec,
     Listen,
     MemberEntry,
+    OfflineOptions,
     Options,
     ProgramEntry,
 )
@@ -109,6 +111,7 @@ class Deployment(StrictModel):
             sub-cluster. It is found when the deployment begins.
         partition: sub-cluster of every model; by default one sub-cluster holds all.
         control: the controller's settings; None: it changes nothing by itself (mode off).
+        offline: where batches of requests that can wait are kept, and how many; None: there are none.
         workload: the declared workload; None: the models of the plan, at the rates of the plan.
     """
 
@@ -132,6 +135,7 @@ class Deployment(StrictModel):
     nodes: Annotated[int, Field(ge=1)] = 1
     partition: dict[str, int] | None = None
     control: dict[str, Any] | None = None
+    offline: OfflineOptions | None = None
     workload: Workload | None = None
 
     @classmethod
@@ -187,6 +191,7 @@ class Deployment(StrictModel):
             "nodes": -(-gateway.num_replicas // gateway.max_replicas_per_node) if gateway.max_replicas_per_node else 1,
             "partition": cut if cut and (gateway.num_replicas == 1 or set(cut.values()) != {0}) else None,
             "control": None if settings == _OFF else settings,
+            "offline": config.offline,
         }
         return parse_document(cls, fields, origin=origin)
 
@@ -274,13 +279,16 @@ class Deployment(StrictModel):
             gateway["dispatchers"] = self.dispatchers
         elif standby:
             gateway["standby"] = [gpulet.id for gpulet in standby]
+        if self.offline is not None:
+            gateway["offline"] = self.offline
         processes = plan.processes()
+        entry = parse_document(GatewayConfig, gateway, origin="user_config of the gateway")
         return ServeConfig(
             entry=ServeApplication(
                 ENTRY_APPLICATION,
                 "gateway",
                 "tenuto.deployments.entry.gateway",
-                parse_document(GatewayConfig, gateway, origin="user_config of the gateway"),
+                entry,
                 processes=gateways,
                 most_per_node=self._most_per_node(gateways),
                 most_ongoing=100_000,
@@ -301,7 +309,14 @@ class Deployment(StrictModel):
             control=self._control(),
             proxy_port=self.proxies_at,
             log_json=self.log_json,
+            offline=None if self.offline is None else self._store(entry),
         )
+
+    def _store(self, entry: GatewayConfig) -> ServeApplication[GatewayConfig]:
+        # On Serve's own head node, as the controller: the folder is there.
+        config = entry.model_copy(update={"listen": None, "operators": None, "grpc": None, "traces": None})
+        module, actor = "tenuto.deployments.offline.store_process", ActorOptions(HEAD_NODE)
+        return ServeApplication(OFFLINE_APPLICATION, "offline", module, config, actor=actor)
 
     def _sockets(self) -> dict[str, Any]:
         """Return the settings of the gateways' sockets, and of access to them."""

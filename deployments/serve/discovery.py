@@ -6,7 +6,13 @@ import asyncio
 from contextlib import suppress
 
 from tenuto.deployments.process.limits import within
-from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name, dispatcher_name
+from tenuto.deployments.serve.config import (
+    CONTROL_APPLICATION,
+    ENTRY_APPLICATION,
+    OFFLINE_APPLICATION,
+    application_name,
+    dispatcher_name,
+)
 from tenuto.deployments.serve.states import application_states, gpulets_of
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import Beside, DispatchingStatus
@@ -29,6 +35,11 @@ def find_dispatcher(sub_cluster: str) -> Finder:
 def find_gateway() -> Finder:
     """Return the function that asks the only gateway, which schedules by itself, where its dispatcher listens."""
     return _find(ENTRY_APPLICATION)
+
+
+def find_store() -> Finder:
+    """Return the function that asks the store of batches where it listens; waits while its process starts."""
+    return _find(OFFLINE_APPLICATION)
 
 
 def own_application() -> str:
@@ -68,12 +79,17 @@ async def beside_gateways() -> Beside:
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
+    offline = None
+    with suppress(RayServeException, TimeoutError):
+        store = await asyncio.to_thread(within, _ANSWER_S, serve.get_app_handle, OFFLINE_APPLICATION)
+        async with asyncio.timeout(_ANSWER_S):
+            offline = await store.status.remote()
     try:
         handle = await asyncio.to_thread(within, _ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION)
     except RayServeException:
-        return Beside(gpulets=gpulets_of(await asyncio.to_thread(application_states)))
+        return Beside(gpulets=gpulets_of(await asyncio.to_thread(application_states)), offline=offline)
     async with asyncio.timeout(_READY_S):
-        return Beside(await handle.shown.remote())
+        return Beside(await handle.shown.remote(), offline=offline)
 
 
 def _find(application: str) -> Finder:

@@ -299,6 +299,20 @@ class Entrance(Access):
     tls_key: str | None = None
 
 
+class OfflineOptions(StrictModel):
+    """The store of batches. `path`: its folder on the node of Ray's head.
+
+    `max_file_mib`: largest file; `max_held_mib`: all files of a key; `max_lines`: lines of a key's batches that are not
+    over. `under_way`: lines that are asked at a time, of all batches.
+    """
+
+    path: Annotated[str, Field(min_length=1)]
+    max_file_mib: Annotated[int, Field(ge=1)] = 2048
+    max_held_mib: Annotated[int, Field(ge=1)] = 16_384
+    max_lines: Annotated[int, Field(ge=1)] = 1_000_000
+    under_way: Annotated[int, Field(ge=1, le=4096)] = 64
+
+
 class GatewayConfig(Access, DispatcherConfig):
     """`user_config` of the gateways. `name`: the name of the deployment.
 
@@ -310,6 +324,7 @@ class GatewayConfig(Access, DispatcherConfig):
     `operators`: a socket for status, metrics and the live page. When clients are other people than the operators (there
     are `keys`, or `listen.host` is open to other machines), `listen` answers none of these.
     `grpc`: a socket for the Open Inference Protocol over gRPC.
+    `offline`: the store of batches, to which the gateways let clients through; its process has this document, too.
     """
 
     name: str = ""
@@ -318,6 +333,7 @@ class GatewayConfig(Access, DispatcherConfig):
     grpc: Listen | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     dispatchers: Annotated[int, Field(ge=1)] = 1
+    offline: OfflineOptions | None = None
 
     @model_validator(mode="after")
     def _exposed_only_with_keys(self) -> GatewayConfig:

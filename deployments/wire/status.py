@@ -497,12 +497,25 @@ class ControllerStatus(ControllerState, frozen=True, kw_only=True):
     log: list[Event] = []
 
 
+class OfflineStatus(msgspec.Struct, frozen=True):
+    """The store of batches: the bytes of its files, the batches that are not over and their lines without an answer,
+    and the answers of all lines. `problem`: why nothing is asked now."""
+
+    bytes: int = 0
+    open_batches: int = 0
+    waiting: int = 0
+    completed: int = 0
+    failed: int = 0
+    problem: str = ""
+
+
 class Beside(msgspec.Struct, frozen=True):
     """What Serve runs beside the gateways: the controller's status, or, without a controller, the applications of
-    gpu-lets."""
+    gpu-lets; and the status of the store of batches, where there is one."""
 
     controller: ControllerStatus | None = None
     gpulets: frozenset[str] = frozenset()
+    offline: OfflineStatus | None = None
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -521,6 +534,7 @@ class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
     uptime_s: float = 0.0
     controller: ControllerStatus | None = None
     strays: list[str] = []
+    offline: OfflineStatus | None = None
 
 
 class SystemStatus(WatchedStatus, frozen=True, kw_only=True):

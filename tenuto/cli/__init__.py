@@ -46,7 +46,7 @@ _MODULES = {"import": "import_repository"}  # of verbs that are words of Python
 # What brings modules of others that a command may miss.
 BRINGS = {
     "tenuto[serve]": "PIL aiohttp cryptography fastapi httptools orjson pynvml ray safetensors starlette sympy "
-    "tokenizers torch torchvision transformers uvloop",
+    "tokenizers torch torchvision transformers uvicorn uvloop",
     "tenuto[structured]": "llguidance",
     "tenuto[tracing]": "opentelemetry requests",
     "tenuto[grpc]": "google grpc grpc_reflection h2 hyperframe",

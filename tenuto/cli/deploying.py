@@ -58,6 +58,7 @@ class ServingArguments:
     gateways: int
     dispatchers: int
     partition_file: str | None
+    offline_path: str | None
     control_file: str | None
     where: ClusterArguments
 
@@ -100,6 +101,7 @@ class ServingArguments:
             },
             "scheduler_options": chosen,
             "partition": partition,
+            "offline": self.offline_path and {"path": str(Path(self.offline_path).resolve())},
             "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
         }
         left = {field for field in self.left_open() if field != "access" or not keys}
@@ -176,6 +178,7 @@ _ASKED_BY = {
     **{name: {"scheduler", "options"} for name in ("scheduler", "scheduler_options")},
     "executor": {"emulate", "executor"},
     "partition": {"partition_file"},
+    "offline": {"offline_path"},
     "control": {"control_file"},
     "access": {"key_file", "tls_cert", "tls_key", "insecure", "host_names", "traces", "trace_ratio"},
 }
@@ -428,6 +431,15 @@ _serving = (
             default=0.0,
             type=click.FloatRange(0, 1),
             help="Share of the requests without a traceparent that are traced.",
+        ),
+    ),
+    headed(
+        "Work that can wait",
+        click.option(
+            "--offline-path",
+            metavar="DIR",
+            help="Take files and batches of requests that can wait (/v1/files, /v1/batches), and keep them in DIR on "
+            "the head's node.",
         ),
     ),
     headed(

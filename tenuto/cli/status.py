@@ -96,6 +96,11 @@ def _print(status: SystemStatus) -> None:
         say(f"note: {place} is drained; `tenuto undrain {place}` lets it be used again")
     for stray in status.strays:
         say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
+    if (offline := status.offline) is not None:
+        answered = f"{offline.completed:,} lines completed, {offline.failed:,} failed"
+        say(f"offline: {offline.open_batches} batches with {offline.waiting:,} lines to go; {answered}")
+        if offline.problem:
+            say(f"note: batches wait: {offline.problem}")
     print_table(
         ("model", *OUTCOMES, "waiting", "mean batch", "planned ms", "executed ms (p50)"),
         (

@@ -20,6 +20,7 @@ import msgspec
 from tenuto.deployments.entry.http.body_memory import SLOT_BYTES, Account, IncomingBody, unfinished
 from tenuto.deployments.entry.http.exchange import STATUS_LINES, Exchange, Head, HttpError, fail, refuse, too_large
 from tenuto.deployments.entry.http.framing import Framing
+from tenuto.deployments.entry.http.relay import Relay, is_relayed
 from tenuto.deployments.entry.http.server import (
     BODY_S,
     IDLE_S,
@@ -145,6 +146,7 @@ class HttpConnection(ClientConnection):
         self._has_ended = False  # the client sends nothing more
         self._lingers = False  # the last answer has left; what still comes is thrown away
         self._is_slowed = False  # the answer to a wrong key waits
+        self._relay: Relay | None = None  # the open request goes on to the store of batches
 
     # --- asyncio's side -----------------------------------------------------------------------------------------
 
@@ -216,12 +218,18 @@ class HttpConnection(ClientConnection):
         del sizehint
         server, body = self.server, self._body
         room = server.room if body is None else body.room(server.room)
-        return room[:_READ_OVER_BYTES] if server.budget.left <= 0 or self._awaits_answer else room
+        is_full = server.budget.left <= 0 or (self._awaits_answer and self._relay is None)
+        return room[:_READ_OVER_BYTES] if is_full else room
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._closes:
             return  # thrown away
         server, body = self.server, self._body
+        if self._relay is not None:
+            self.changed_s = time.monotonic()
+            server.budget.spend(0, nbytes)
+            self._relay.write(bytes(server.room[:nbytes]))
+            return
         self._arrived_ms = server.budget.arrived_ms()
         is_placed = body is not None and body.slot is not None
         came = body.room(server.room)[:nbytes] if body is not None and is_placed else bytes(server.room[:nbytes])
@@ -304,6 +312,9 @@ class HttpConnection(ClientConnection):
         error = self._refusal(exchange, head.length)
         if error is not None:
             self._turn_away(exchange, error)
+        elif self._is_relayed(head):
+            self._unread = b""
+            self._hand_on(exchange, data[at:])
         elif framing.is_over and head.length < SLOT_BYTES:
             exchange.body = data[at:end]
             self._complete()
@@ -345,12 +356,18 @@ class HttpConnection(ClientConnection):
     def _refusal(self, exchange: HttpExchange, length: int) -> HttpError | None:
         """Return why the body need not come."""
         limits = self.server.limits
-        if length > limits.most_body_bytes:
+        is_relayed = self._is_relayed(exchange.head)
+        if length > limits.most_body_bytes and not is_relayed:
             return too_large(limits.most_body_bytes)
         error = self.server.service.refusal(exchange)
         if error is None and exchange.key and not self.show_key():
             error = many()
-        if error is None and length >= SLOT_BYTES and not self.server.account(self, exchange.key).has_room(length):
+        if (
+            error is None
+            and length >= SLOT_BYTES
+            and not is_relayed
+            and not self.server.account(self, exchange.key).has_room(length)
+        ):
             error = unfinished()
         return error
 
@@ -409,6 +426,38 @@ class HttpConnection(ClientConnection):
         exchange.keep_alive = False
         self.server.count_refusal(error)
         fail(exchange, error)
+
+    # --- going on to the store of batches -----------------------------------------------------------------------
+
+    def _is_relayed(self, head: Head) -> bool:
+        return self.server.store is not None and is_relayed(head.url)
+
+    def _hand_on(self, exchange: HttpExchange, came: bytes) -> None:
+        assert self.server.store is not None
+        self._framing.chunks = None
+        exchange.keep_alive, exchange.is_parted = False, True
+        relay = self._relay = Relay(self)
+        exchange.on_left = relay.drop
+        relay.begin(self.server.store, exchange.head, exchange.key, came)
+
+    def take_relayed(self, data: bytes) -> None:
+        self.changed_s = time.monotonic()
+        self._write([data])
+
+    def pause_relayed(self, *, pauses: bool) -> None:
+        transport = self._transport
+        if transport is not None and not transport.is_closing() and not self._has_ended:
+            (transport.pause_reading if pauses else transport.resume_reading)()
+
+    def end_relayed(self, error: HttpError | None) -> None:
+        exchange, self._relay = self._open, None
+        if exchange is None:
+            return
+        if error is not None:
+            fail(exchange, error)
+            return
+        exchange.is_answered, exchange.on_left = True, None
+        self.answer(exchange, ())
 
     # --- answering ----------------------------------------------------------------------------------------------
 
@@ -484,6 +533,9 @@ class HttpConnection(ClientConnection):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        if self._relay is not None:
+            self._relay.pause(pauses=self._is_paused)
+            return
         is_next = bool(self._unread) and not self._awaits_answer
         if is_next and not self._is_paused:
             self._wait()
@@ -514,7 +566,10 @@ class HttpConnection(ClientConnection):
         passed_s = now_s - self.changed_s
         if self._has_ended or self._unread:
             self._look_if_gone()
-        if self._lingers:
+        if self._relay is not None:
+            if passed_s > BODY_S:
+                self.give_up()
+        elif self._lingers:
             if passed_s > _LINGER_S:
                 self._close()
         elif self._is_receiving:

@@ -23,6 +23,7 @@ from tenuto.deployments.entry.http.file_descriptors import most_connections
 from tenuto.deployments.entry.http.framing import KnownHeads
 from tenuto.deployments.entry.http.loop_budget import LoopBudget
 from tenuto.deployments.entry.http.open_connections import Limits, OpenConnections, Untaken
+from tenuto.deployments.entry.http.relay import StoreFinder
 from tenuto.deployments.entry.http.tls import TlsConnection
 from tenuto.deployments.security.certificate import Certificate
 from tenuto.deployments.wire.arena import Arena
@@ -190,6 +191,7 @@ class HttpServer:
         # Whoever is called with bytes in it uses them before the loop reads again.
         self.room = memoryview(bytearray(READ_BYTES))
         self.is_draining = False
+        self.store: StoreFinder | None = None  # where requests for files and batches go
         self.date_line = b""
         self.places: OpenConnections[ClientConnection] = OpenConnections(limits, self.turned_away)
         self.untaken = Untaken(limits, self.turned_away)

@@ -61,7 +61,7 @@ class GatewayMetrics:
         beside = await self._beside.read()
         strays = sorted(beside.gpulets - {application_name(gpulet.id) for gpulet in found.gpulets})
         merged = combine_system(found, reports, beside.controller, version=__version__, now_s=time.time())
-        return replace(merged, cluster=cluster_address(), strays=strays)
+        return replace(merged, cluster=cluster_address(), strays=strays, offline=beside.offline)
 
     async def waiting(self) -> dict[str, int]:
         """Return how many requests of each model wait for a batch."""

@@ -22,6 +22,7 @@ from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.http.framing import MOST_CACHED_HEADS
+from tenuto.deployments.entry.http.relay import is_relayed
 from tenuto.deployments.entry.protocols.embeddings import (
     EmbeddingBody,
     RerankBody,
@@ -373,7 +374,7 @@ class InferenceService:
                 method = head.method.decode("latin-1")
                 raise HttpError(405, f"{method} is not taken here. Send POST.", headers=b"allow: POST\r\n")
             if not action:
-                if head.length > _MOST_MANAGEMENT_BYTES:
+                if head.length > _MOST_MANAGEMENT_BYTES and not is_relayed(head.url):
                     raise HttpError(413, _MANAGEMENT_TOO_LARGE)
                 route = Route(self._answer_management, caller=caller)
             elif action in OPENAI_ACTIONS:

@@ -1,0 +1,168 @@
+"""OpenAI's interface to files and batches, for clients that a gateway has let through."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, Response
+from pydantic import Field
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.http.relay import CLIENT_HEADER
+from tenuto.deployments.entry.http.server import BODY_S
+from tenuto.deployments.entry.service.routing import load_path
+from tenuto.deployments.offline.batch_runner import BatchRunner
+from tenuto.deployments.offline.batch_store import BatchStore, StoreError
+from tenuto.documents import StrictModel
+
+_FILES, _BATCHES = "/v1/files", "/v1/batches"
+_ENDPOINTS = ("completions", "chat", "embeddings", "rerank", "score", "infer")
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}  # unit
+_LONGEST_S = 30 * 86_400  # limit: of a completion window
+_FORM_BYTES = 1 << 12  # limit: of a form beside its file
+_PAGE = 20  # default: entries of a list, as in OpenAI's interface
+Limit = Annotated[int, Query(ge=1, le=100)]
+
+
+class BatchBody(StrictModel):
+    """What a batch is made of."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+
+
+def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
+    """Return the application that answers for a store."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(StoreError)
+    @app.exception_handler(MultiPartException)
+    @app.exception_handler(RequestValidationError)
+    @app.exception_handler(OSError)
+    @app.exception_handler(sqlite3.Error)
+    async def _refuse(_request: Request, error: Exception) -> Response:
+        refusal = _refusal(error)
+        lines = (line.split(": ", 1) for line in refusal.lines().decode().splitlines())
+        return Response(refusal.payload(_FILES.encode()), refusal.status, dict(lines))
+
+    def key(request: Request) -> str:
+        return request.headers.get(CLIENT_HEADER, "")
+
+    @app.post(_FILES)
+    async def upload(request: Request) -> Response:
+        stream = request.stream()
+        try:
+            return await take_file(request, stream)
+        except (StoreError, MultiPartException, OSError):
+            if "expect" not in request.headers:  # most clients read an answer when they have sent everything
+                with suppress(TimeoutError, ClientDisconnect):
+                    async with asyncio.timeout(BODY_S):
+                        async for _ in stream:
+                            pass
+            raise
+
+    async def take_file(request: Request, stream: AsyncGenerator[bytes, None]) -> Response:
+        room = await runner.on_disk(store.room_bytes, key(request))
+
+        def check(size: int) -> None:
+            if size > room + _FORM_BYTES:
+                raise StoreError(413, f"a file may have {room >> 20} MiB now. Split it, or delete others.")
+
+        async def bounded() -> AsyncGenerator[bytes, None]:
+            came = 0
+            async for chunk in stream:
+                came += len(chunk)
+                check(came)
+                yield chunk
+
+        check(int(request.headers.get("content-length", 0)))
+        parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=1, max_part_size=_FORM_BYTES)
+        form = await parser.parse()
+        try:
+            file = form.get("file")
+            if form.get("purpose") != "batch" or not isinstance(file, UploadFile):
+                raise StoreError(400, "send a form with purpose=batch and a file, and nothing else.")
+            file_id = await asyncio.to_thread(store.copy_file, file.file)
+            return _json(await runner.on_disk(store.add_file, key(request), (file.filename or "")[:255], file_id))
+        finally:
+            await form.close()
+
+    @app.get(_FILES)
+    async def files(request: Request, after: str | None = None, limit: Limit = _PAGE) -> Response:
+        return _list(await runner.on_disk(store.documents, key(request), "file", after, limit + 1), limit)
+
+    @app.get(_FILES + "/{file_id}")
+    async def file(request: Request, file_id: str) -> Response:
+        return _json(await runner.on_disk(store.document, key(request), "file", file_id))
+
+    @app.delete(_FILES + "/{file_id}")
+    async def delete(request: Request, file_id: str) -> Response:
+        await runner.on_disk(store.delete_file, key(request), file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+    @app.get(_FILES + "/{file_id}/content")
+    async def content(request: Request, file_id: str) -> Response:
+        await runner.on_disk(store.document, key(request), "file", file_id)
+        return FileResponse(store.path(file_id), media_type="application/jsonl")
+
+    @app.post(_BATCHES)
+    async def begin(request: Request, body: BatchBody) -> Response:
+        if load_path(body.endpoint.encode())[0] not in _ENDPOINTS or "?" in body.endpoint:
+            raise StoreError(400, f"endpoint {body.endpoint[:200]!r} takes no batches. Give one of the reference.")
+        window = _WINDOW.fullmatch(body.completion_window)
+        window_s = int(window[1]) * _UNITS_S[window[2]] if window else 0
+        if not 0 < window_s <= _LONGEST_S:
+            raise StoreError(400, "completion_window must be a number with s, m, h or d, such as 24h; 30d at most.")
+        terms = (body.input_file_id, body.endpoint, body.completion_window, window_s, body.metadata)
+        return _json(await runner.on_disk(store.add_batch, key(request), *terms))
+
+    @app.get(_BATCHES)
+    async def batches(request: Request, after: str | None = None, limit: Limit = _PAGE) -> Response:
+        return _list(await runner.on_disk(store.documents, key(request), "batch", after, limit + 1), limit)
+
+    @app.get(_BATCHES + "/{batch_id}")
+    async def batch(request: Request, batch_id: str) -> Response:
+        return _json(await runner.on_disk(store.document, key(request), "batch", batch_id))
+
+    @app.post(_BATCHES + "/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> Response:
+        return _json(await runner.on_disk(store.cancel, key(request), batch_id))
+
+    return app
+
+
+def _refusal(error: Exception) -> HttpError:
+    """Return what a client is told of an error."""
+    if isinstance(error, StoreError):
+        return HttpError(error.status, error.message, retry_after_s=1.0 if error.status in (429, 503) else None)
+    if isinstance(error, RequestValidationError):
+        return HttpError(400, "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()))
+    if isinstance(error, MultiPartException):
+        return HttpError(400, f"the form is not well-formed: {error.message}")
+    status = 507 if isinstance(error, OSError) else 503
+    return HttpError(status, f"the store of batches cannot do this: {error}. Ask who runs this server.")
+
+
+def _json(document: object) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _list(rows: list[tuple[str, msgspec.Raw]], limit: int) -> Response:
+    shown = rows[:limit]
+    ends = {"first_id": shown[0][0], "last_id": shown[-1][0]} if shown else {"first_id": None, "last_id": None}
+    data = [document for _, document in shown]
+    return _json({"object": "list", "data": data, **ends, "has_more": len(rows) > limit})

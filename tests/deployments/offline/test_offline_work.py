@@ -1,0 +1,360 @@
+"""Files and batches through a gateway's own socket, as OpenAI's client sends them, in front of fake gpu-lets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from tenuto.deployments.offline.store_process import OfflineWork
+from tenuto.deployments.serve.user_config import OfflineOptions, read_gateway_config
+from tenuto.deployments.wire.peer import Endpoint
+from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
+from tests.instruments.asking import PATIENCE_S, until
+
+URL = "/v2/models/m/infer"
+KEYS = {"anna": "key of anna", "ben": "key of ben"}
+ENTRIES = [
+    {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "models": ["m"] if name == "anna" else ["n"]}
+    for name, key in KEYS.items()
+]
+
+
+class Offline:
+    """A gateway, and beside it the store, which may die."""
+
+    def __init__(self, path: Path) -> None:
+        self.options = OfflineOptions(path=str(path / "store"), under_way=4, max_file_mib=4)
+        self.bench = Bench(find_store=self._find_store)
+        self.work: OfflineWork | None = None
+        self.settings: dict[str, Any] = {}
+        self._clients: list[openai.AsyncOpenAI] = []
+
+    async def _find_store(self) -> Endpoint:
+        if self.work is None:
+            raise LookupError("the store is not there")
+        return await self.work.listen("127.0.0.1", encrypted=False)
+
+    async def start(self, **settings: Any) -> None:
+        self.settings = {"offline": self.options.model_dump(), "scheduler": "deferred", **settings}
+        for gpulet in self.bench.gpulets.values():
+            await gpulet.start()
+        await self.bench.follow(PLAN, **self.settings)
+        await self.begin_store()
+
+    async def begin_store(self) -> None:
+        async def find() -> Endpoint:
+            return await self.bench.entry.endpoint("")
+
+        self.work = OfflineWork(self.options, lambda _name: find)
+        settings = {"plan": PLAN.to_data(), **self.settings, "scheduler": {"name": self.settings["scheduler"]}}
+        await self.work.follow(read_gateway_config(settings))
+        await until(lambda: self.work is not None and self.work.store.is_open)
+
+    async def end_store(self) -> None:
+        if self.work is not None:
+            work, self.work = self.work, None
+            await work.close()
+
+    def client(self, key: str = "none") -> openai.AsyncOpenAI:
+        url = f"http://127.0.0.1:{self.bench.port}/v1"
+        made = openai.AsyncOpenAI(base_url=url, api_key=KEYS.get(key, key), max_retries=0, timeout=PATIENCE_S)
+        self._clients.append(made)
+        return made
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.end_store()
+        await self.bench.close()
+
+
+@pytest.fixture
+async def offline(tmp_path: Path) -> AsyncIterator[Offline]:
+    made = Offline(tmp_path)
+    yield made
+    await made.close()
+
+
+def lines(count: int, url: str = URL) -> bytes:
+    rows = (
+        {"custom_id": f"r{n}", "method": "POST", "url": url, "body": {"inputs": [{**TENSOR, "data": [n, 0]}]}}
+        for n in range(count)
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+async def over(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(PATIENCE_S):
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def begun(client: openai.AsyncOpenAI, content: bytes, url: str = URL) -> Batch:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    endpoint: Any = url
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+
+
+async def rows(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(row) for row in (await client.files.content(file_id)).text.splitlines()]
+
+
+@pytest.mark.parametrize("scheduler", ["deferred", "eager"])
+async def test_openais_client_has_a_batch_answered(offline: Offline, scheduler: str) -> None:
+    await offline.start(scheduler=scheduler)
+    client = offline.client()
+    batch = await over(client, await begun(client, lines(20)))
+    counts = batch.request_counts
+    assert counts is not None
+    assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 20, 20, 0)
+
+    answers = {row["custom_id"]: row["response"] for row in await rows(client, batch.output_file_id)}
+    assert {name: answer["body"]["outputs"][0]["data"] for name, answer in answers.items()} == {
+        f"r{n}": [2.0 * n, 0.0] for n in range(20)
+    }
+    assert {answer["status_code"] for answer in answers.values()} == {200}
+    assert max(offline.bench.gpulets["a"].sizes) <= offline.options.under_way
+    assert [each.id async for each in client.batches.list(limit=1)] == [batch.id]
+    assert {each.id async for each in client.files.list()} == {batch.input_file_id, batch.output_file_id}
+    assert (await client.files.retrieve(batch.input_file_id)).filename == "in.jsonl"
+    assert (await client.files.delete(batch.input_file_id)).deleted
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        await client.files.retrieve(batch.input_file_id)
+
+
+async def test_what_the_model_refuses_is_in_the_file_of_errors(offline: Offline) -> None:
+    await offline.start()
+    client = offline.client()
+    missing = await over(client, await begun(client, lines(2, "/v2/models/none/infer"), "/v2/models/none/infer"))
+    wrong = await over(client, await begun(client, lines(1).replace(b"FP32", b"INT8") + lines(2).splitlines()[1]))
+
+    errors = await rows(client, missing.error_file_id)
+    assert (missing.status, {row["response"]["status_code"] for row in errors}) == ("completed", {404})
+    assert [row["response"]["status_code"] for row in await rows(client, wrong.error_file_id)] == [400]
+    assert [row["custom_id"] for row in await rows(client, wrong.output_file_id)] == ["r1"]
+
+
+async def test_a_store_that_dies_goes_on_where_it_was(offline: Offline) -> None:
+    await offline.start()
+    gpulet, client = offline.bench.gpulets["a"], offline.client()
+    gpulet.hold = True
+    batch = await begun(client, lines(12))
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    await offline.end_store()
+    with pytest.raises(openai.InternalServerError, match="does not answer"):
+        await client.batches.retrieve(batch.id)
+    gpulet.hold = False
+    gpulet.release()
+    await offline.begin_store()
+    ended = await over(client, batch)
+
+    answered = [row["custom_id"] for row in await rows(client, ended.output_file_id)]
+    assert sorted(answered) == sorted(f"r{n}" for n in range(12))
+    assert ended.error_file_id is None
+
+
+async def test_lines_whose_gpulet_dies_are_asked_again(offline: Offline) -> None:
+    await offline.start()
+    gpulet, client = offline.bench.gpulets["a"], offline.client()
+    gpulet.hold = True
+    batch = await begun(client, lines(6))
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    gpulet.die()
+    gpulet.hold = False
+    await gpulet.start()
+    ended = await over(client, batch)
+
+    assert (ended.status, ended.error_file_id) == ("completed", None)
+    assert len(await rows(client, ended.output_file_id)) == 6
+
+
+async def test_a_batch_is_cancelled_half_way(offline: Offline) -> None:
+    await offline.start()
+    gpulet, client = offline.bench.gpulets["a"], offline.client()
+    gpulet.hold = True
+    batch = await begun(client, lines(30))
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    gpulet.hold = False
+    gpulet.release()
+    ended = await over(client, batch)
+
+    done, left = await rows(client, ended.output_file_id), await rows(client, ended.error_file_id)
+    assert (ended.status, {row["error"]["code"] for row in left}) == ("cancelled", {"batch_cancelled"})
+    assert sorted(row["custom_id"] for row in done + left) == sorted(f"r{n}" for n in range(30))
+
+
+async def test_a_batch_that_waits_keeps_no_other_from_its_place(offline: Offline) -> None:
+    await offline.start()
+    client = offline.client()
+    offline.bench.gpulets["a"].hold = True
+    waits = await begun(client, lines(30))
+    await asyncio.wait_for(offline.bench.gpulets["a"].arrived.wait(), PATIENCE_S)
+    url = "/v2/models/n/infer"
+    other = await over(client, await begun(client, lines(9, url), url))
+
+    assert (other.status, len(await rows(client, other.output_file_id))) == ("completed", 9)
+    assert (await client.batches.retrieve(waits.id)).status == "in_progress"
+
+
+async def test_a_key_has_files_and_models_of_its_own(offline: Offline) -> None:
+    await offline.start(keys=ENTRIES)
+    anna, ben = offline.client("anna"), offline.client("ben")
+    batch = await over(anna, await begun(anna, lines(2)))
+    others = await over(ben, await begun(ben, lines(2)))
+
+    assert [row["response"]["status_code"] for row in await rows(ben, others.error_file_id)] == [403, 403]
+    assert [each.id async for each in ben.batches.list()] == [others.id]
+    for file_id in (batch.input_file_id, batch.output_file_id):
+        assert file_id is not None
+        with pytest.raises(openai.NotFoundError):
+            await ben.files.content(file_id)
+    with pytest.raises(openai.AuthenticationError):
+        await offline.client("unknown").files.list()
+    with pytest.raises(openai.AuthenticationError):
+        await begun(offline.client("unknown"), lines(10_000))
+
+
+async def test_only_gateways_reach_the_store(offline: Offline) -> None:
+    await offline.start(keys=ENTRIES)
+    assert offline.work is not None
+    place = await offline.work.listen("127.0.0.1", encrypted=False)
+    port = place.address[1]
+    named = {"x-tenuto-client": "anna", "x-tenuto-token": "guessed"}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as direct:
+        assert (await direct.get("/v1/files", headers=named)).status_code == 403
+    lied = {"authorization": f"Bearer {KEYS['ben']}", "x-tenuto-client": "anna"}
+    anna = offline.client("anna")
+    await begun(anna, lines(1))
+    seen = await offline.bench.client.get("/v1/files", headers=lied)
+    assert (seen.status_code, seen.json()["data"]) == (200, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "words"),
+    [
+        ({"data": {"purpose": "batch"}, "files": {"file": b"{}"}}, 200, ""),
+        ({"data": {"purpose": "vision"}, "files": {"file": b"{}"}}, 400, "purpose=batch"),
+        ({"data": {"purpose": "batch"}, "files": {"other": b"{}"}}, 400, "purpose=batch"),
+        ({"data": {"purpose": "batch"}}, 400, "boundary|purpose=batch"),
+        ({"data": {"purpose": "b" * 9000}, "files": {"file": b"{}"}}, 400, "not well-formed"),
+        ({"files": {"file": bytes(5 << 20)}}, 413, "may have 4 MiB"),
+    ],
+)
+async def test_forms_that_are_no_file_are_refused(
+    offline: Offline, form: dict[str, Any], status: int, words: str
+) -> None:
+    await offline.start()
+    answer = await offline.bench.client.post("/v1/files", **form)
+    assert answer.status_code == status, answer.text
+    if words:
+        assert any(word in answer.json()["error"]["message"] for word in words.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"endpoint": "/v1/files"}, "takes no batches"),
+        ({"endpoint": "/predict/m"}, "takes no batches"),
+        ({"endpoint": URL, "completion_window": "soon"}, "completion_window"),
+        ({"endpoint": URL, "completion_window": "31d"}, "completion_window"),
+        ({"endpoint": URL, "surprise": 1}, "surprise"),
+        ({"endpoint": URL, "metadata": {"a": 1}}, "valid string"),
+    ],
+)
+async def test_batches_that_cannot_be_are_refused(offline: Offline, body: dict[str, Any], words: str) -> None:
+    await offline.start()
+    answer = await offline.bench.client.post("/v1/batches", json={"input_file_id": "file-x", **body})
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_a_body_in_chunks_of_more_than_a_gateway_takes_goes_on_to_the_disk(offline: Offline) -> None:
+    await offline.start(max_body_mib=1)
+    part = b'--b\r\nContent-Disposition: form-data; name="%b\r\n\r\n'
+
+    async def form() -> AsyncIterator[bytes]:
+        yield part % b'purpose"' + b"batch\r\n" + part % b'file"; filename="f"'
+        for _ in range(30):
+            yield b"x" * 100_000
+        yield b"\r\n--b--\r\n"
+
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    made = await offline.bench.client.post("/v1/files", content=form(), headers=kind)
+    assert (made.status_code, made.json()["bytes"]) == (200, 3_000_000)
+    back = await offline.bench.client.get(f"/v1/files/{made.json()['id']}/content")
+    assert back.content == b"x" * 3_000_000
+    assert offline.bench.entry.server.unfinished_bytes == 0
+    assert (await offline.bench.infer()).status_code == 200
+
+
+async def test_without_a_store_there_are_no_files(offline: Offline) -> None:
+    await offline.bench.start(PLAN)
+    assert (await offline.bench.client.get("/v1/files")).status_code == 404
+    await offline.bench.follow(PLAN, offline=offline.options.model_dump())
+    answer = await offline.bench.client.get("/v1/files")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+
+
+async def test_a_client_that_leaves_amid_an_upload_leaves_nothing(offline: Offline) -> None:
+    await offline.start()
+    _, writer = await asyncio.open_connection("127.0.0.1", offline.bench.port)
+    head = "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b"
+    part = '--b\r\nContent-Disposition: form-data; name="file"; filename="f"'
+    writer.write(f"{head}\r\ncontent-length: 999999\r\n\r\n{part}\r\n\r\n".encode())
+    await writer.drain()
+    writer.close()
+    await until(lambda: offline.bench.entry.server.status().connections == 0)
+    assert [each.id async for each in offline.client().files.list()] == []
+    assert not list((Path(offline.options.path) / "files").iterdir())
+
+
+async def test_a_full_disk_pauses_batches_and_says_so(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    await offline.start()
+    assert offline.work is not None
+    work, client = offline.work, offline.client()
+    record, refusals = work.store.record, 0
+
+    def refuse(*arguments: Any) -> None:
+        nonlocal refusals
+        refusals += 1
+        if refusals < 3:
+            raise OSError(28, "No space left on device")
+        record(*arguments)
+
+    monkeypatch.setattr(work.store, "record", refuse)
+    monkeypatch.setattr(work.runner, "full_s", 0.05)
+    batch = await begun(client, lines(3))
+    await until(lambda: "No space" in work.runner.problem)
+    assert "No space" in (await work.status()).problem
+    ended = await over(client, batch)
+    assert (ended.status, len(await rows(client, ended.output_file_id)), work.runner.problem) == ("completed", 3, "")
+
+
+async def test_a_damaged_store_says_so_and_serving_goes_on(offline: Offline) -> None:
+    path = Path(offline.options.path)
+    path.mkdir()
+    (path / "offline.db").write_bytes(b"this is no database, though it is long enough to be one" * 90)
+    offline.settings = {"offline": offline.options.model_dump()}
+    await offline.bench.start(PLAN, **offline.settings)
+
+    async def find() -> Endpoint:
+        return await offline.bench.entry.endpoint("")
+
+    work = offline.work = OfflineWork(offline.options, lambda _name: find)
+    await until(lambda: "move it away" in work.runner.problem)
+    assert "move it away" in (await work.status()).problem
+    assert (await offline.bench.client.get("/v1/files")).status_code == 503
+    assert (await offline.bench.infer()).status_code == 200
