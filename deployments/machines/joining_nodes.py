@@ -22,6 +22,7 @@ from tenuto.profiles.gpu_types import accelerators_of
 
 NODE_LABEL = "ray.io/node-id"
 TYPE_LABEL = "ray.io/accelerator-type"
+_MARKET_LABEL = "ray.io/market-type"
 _ANSWERS_S = 120.0  # limit: a node's first worker imports Ray; the node is used even if it answers later
 _BRIEF_S = 600.0  # pace: a node that leaves sooner after it joined may do so again
 _HELD_BACK_S, _LONGEST_HELD_BACK_S = 60.0, 3600.0  # pace: until such a node is used again; doubled each time
@@ -132,7 +133,9 @@ class JoiningNodes:
         """Return the GPUs of a node from what its driver, or Ray, says."""
         if isinstance(answer, str):
             return ()
-        place = Node(name=_name_of(node_id), gpus=(), label=f"{NODE_LABEL}={node_id}")
+        market = node["Labels"].get(_MARKET_LABEL)
+        rack = market if market == "spot" else None  # its nodes may be lost together
+        place = Node(name=_name_of(node_id), gpus=(), label=f"{NODE_LABEL}={node_id}", rack=rack)
         if self._emulated:
             kinds = [kind for kind, labels in self._types.items() if has_type(node["Labels"], kind, labels)]
             if not kinds:

@@ -130,6 +130,13 @@ def test_own_labels_say_the_type_where_ray_has_no_name_for_it() -> None:
     assert nodes.look() == {"ray-aa/0": "3080"}
 
 
+def test_nodes_of_a_spot_market_are_one_rack() -> None:
+    nodes = Nodes()
+    t4s = {"accelerator_type": "T4"}
+    nodes.alive = [node("aa", **t4s, market_type="spot"), node("bb", **t4s, market_type="on-demand"), node("cc", **t4s)]
+    assert [gpu.rack for gpu in nodes.joining.find_gpus(())] == ["spot", None, None]
+
+
 def test_a_gpu_that_joins_under_another_name_is_not_told_twice() -> None:
     nodes = Nodes(types={"v100": {}}, emulated=False)
     devices = inventory.read_inventory(FakeNvml(FakeGpu(V100)), lambda: {V100: 80})
