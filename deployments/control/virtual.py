@@ -32,7 +32,7 @@ from tenuto.placement.planner import Proposal, propose
 from tenuto.profiles import Profiles
 
 _PLANNING_S = 0.5  # default: until a plan comes
-_PROVISION_S = 60.0  # default: until an asked GPU is present
+_PROVISION_S = 60.0, 60.0  # default: until an asked GPU is present
 _NOTICE_S = 0.5  # default: until a lost GPU is known; live, the next look knows when a node's raylet has died
 
 
@@ -53,11 +53,12 @@ class ControlledLoad:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happens at a time. `lose`: GPUs, or nodes with all of theirs. `slow`: from then on, what batches
-    of a model take over their profile."""
+    """Something that happens at a time. `lose`: GPUs, or nodes with all of theirs, of which the controller has notice
+    `notice_s` before. `slow`: from then on, what batches of a model take over their profile."""
 
     at_s: float
     lose: tuple[str, ...] = ()
+    notice_s: float = 0.0
     slow: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -130,6 +131,7 @@ class ControlledCluster:
         seed: int = 0,
         incidents: Sequence[Incident] = (),
         growth: Mapping[str, Gpu] | None = None,
+        provision_s: tuple[float, float] = _PROVISION_S,
     ) -> None:
         """Bring up the first plan.
 
@@ -145,9 +147,12 @@ class ControlledCluster:
             seed: of the times that processes need.
             incidents: in order of time.
             growth: one GPU of each type that the cluster can grow by.
+            provision_s: least and most time until nodes that are asked for are present, drawn for each.
         """
         self._duration_s = load.duration_s
         self._profiles, self._settings, self._growth = profiles, settings, growth or {}
+        self._provision_s, self._random = provision_s, np.random.default_rng(seed)
+        self._leaving: dict[str, float] = {}  # by GPU or node: when it ends
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
             load.names,
@@ -175,6 +180,8 @@ class ControlledCluster:
         self._result = ControlledRun(load.names)
         self._result.plans.append((0.0, plan, "the first plan"))
         for incident in incidents:
+            if incident.notice_s:
+                self._at(incident.at_s - incident.notice_s, partial(self._announce, incident=incident))
             self._at(incident.at_s, partial(self._befall, incident=incident))
 
     # Format: seconds of a window of the report.
@@ -246,6 +253,7 @@ class ControlledCluster:
             gpus=tuple(known[name] for name in sorted(known)),
             broken=look.broken,
             slowdowns={name: use.ratio for name, use in look.gpulets.items() if use.ratio},
+            leaving={gpu: s for name, s in self._leaving.items() for gpu in _named((name,), self._gpus)},
         )
 
     # --- what it decides ------------------------------------------------------------------------------------------
@@ -286,7 +294,7 @@ class ControlledCluster:
             per_node = self._settings.gpus[kind].per_node
             nodes: dict[str, list[str]] = defaultdict(list)
             for gpu in self._gpus.values():
-                if gpu.type == kind:
+                if gpu.type == kind and {gpu.id, node_of(gpu.id)}.isdisjoint(self._leaving):
                     nodes[node_of(gpu.id) if per_node > 1 else gpu.id].append(gpu.id)
             present = sum(map(len, nodes.values()))
             excess = present - count
@@ -295,15 +303,18 @@ class ControlledCluster:
                     excess -= len(node)
                     self._gpus = {name: gpu for name, gpu in self._gpus.items() if name not in node}
             for _ in range(math.ceil((count - present) / per_node)):
-                self._at(now_s + _PROVISION_S, lambda _at_s, kind=kind: self._new_node(kind))  # type: ignore[misc]
+                self._at(now_s + self._random.uniform(*self._provision_s), partial(self._new_node, kind=kind))
 
-    def _new_node(self, kind: str) -> None:
+    def _new_node(self, _now_s: float, kind: str) -> None:
         self._coming += 1
         for place in range(self._settings.gpus[kind].per_node):
             name = f"grown{self._coming}/{place}"
             self._gpus[name] = self._growth[kind].model_copy(update={"id": name})
 
     # --- what befalls it --------------------------------------------------------------------------------------------
+
+    def _announce(self, _now_s: float, incident: Incident) -> None:
+        self._leaving |= dict.fromkeys(incident.lose, incident.at_s)
 
     def _befall(self, now_s: float, incident: Incident) -> None:
         lost = _named(incident.lose, self._gpus)

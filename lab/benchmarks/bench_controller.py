@@ -3,12 +3,15 @@
     python lab/benchmarks/bench_controller.py waves [--seed N] [--rate-scale F] [--svg FILE]
     python lab/benchmarks/bench_controller.py day [--seed N] [--swing A] [--policy NAME]
                                                     [--hours H] [--trace FILE] [--rival | --ideal]
+    python lab/benchmarks/bench_controller.py day --types [--seed N] [--spot-h H] [--swing A] [--policy NAME]
     python lab/benchmarks/bench_controller.py incidents [--seed N]
     python lab/benchmarks/bench_controller.py standby [--seed N]
 
 waves: gpulet's test (section 6.5): 1,800 s, two waves, the second higher, five models, four V100 of iGniter's profile.
 day: 20 models of Symphony's zoo with a day of Azure-like rates (`azure_like.py`) or of the published file, on a cluster
-that grows. incidents: a rate times three, a GPU lost and back, batches slower than profiled. standby: iGniter's figure
+that grows; with `--types` by GPUs of three types with prices, of which the T4's latencies are made up, on nodes that
+come after 60 to 180 s, and with `--spot-h` each node that has come ends once in so many hours, with two minutes'
+notice. incidents: a rate times three, a GPU lost and back, batches slower than profiled. standby: iGniter's figure
 17, with and without standby processes: batches of a model take longer than profiled, so that it needs 10 % more share.
 
 "clairvoyant" plans every period with the rates it really had, and changes at no cost. Latencies are those of the
@@ -42,8 +45,10 @@ from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.arrivals.arrival import Arrival
+from tenuto.placement.cluster import GpuGroup, Node
+from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.policy import load_policy
-from tenuto.profiles import LinearLatency, Profiles
+from tenuto.profiles import LinearLatency, Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
 IGNITER = Profiles([load_shipped("igniter-v100")])
@@ -193,7 +198,12 @@ def waves(args: argparse.Namespace) -> None:
 def day(args: argparse.Namespace) -> None:
     """Run a day of 20 models on a cluster that grows to 24 GPUs."""
     profile = load_shipped("symphony-1080ti")
-    profiles = Profiles([profile])
+    profiles, prices = Profiles([profile]), {"1080ti": None}
+    if args.types:
+        slow = {name: model.scaled(1.5) for name, model in profile.models.items()}
+        t4 = Profile(name="made-up-t4", gpu_type="t4", source="1.5 times a 1080 Ti", models=slow)
+        profiles = Profiles([profile, load_shipped("symphony-a100"), t4])
+        prices = {"1080ti": 0.7, "a100": 3.67, "t4": 0.35}
     lines = {name: model.line for name, model in profile.models.items() if model.line is not None}
     rows = sorted(lines, key=lambda name: -lines[name].alpha_ms)[:20]
     duration_s = args.hours * 3600.0
@@ -229,24 +239,28 @@ def day(args: argparse.Namespace) -> None:
             )
         }
     )
-    policy, one = load_policy(args.policy, {}), Cluster.parse("1080ti:1", elastic=True)
-    gpus = Cluster.parse("1080ti:1").gpus
+    policy = load_policy(args.policy, {})
+    groups = tuple(GpuGroup(type=kind, price_per_hour=price) for kind, price in prices.items())
+    one = Cluster(nodes=(Node(name="n0", gpus=groups),), elastic=True)
     plan = solve(policy, declared.scaled(1.5), one, profiles)
     most = 24
-    there = Cluster.parse(f"1080ti:{max(1, plan.expected.gpus_used or 1)}").gpus
-    settings = ControlSettings.model_validate(
-        {"mode": "act", "policy": {"name": args.policy}, "gpus": {"1080ti": {"min": 1, "max": most}}}
-    )
+    there = gpus_of(plan)
+    bounds = {
+        kind: {"min": 0 if args.types else 1, "max": most} | ({"price_per_hour": price} if price else {})
+        for kind, price in prices.items()
+    }
+    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": args.policy}, "gpus": bounds})
     since = time.process_time()
     epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(rows)).mean(axis=1)
 
-    def needed(rates: NDArray[np.float64]) -> int:
-        """Return the GPUs of the policy's plan for these mean rates with the bursts of a second."""
+    def needed(rates: NDArray[np.float64]) -> float:
+        """Return the GPUs, or their price, of the policy's plan for these mean rates with the bursts of a second."""
         upper = np.maximum(0.1, rates) + SIGMAS * np.sqrt(np.maximum(0.1, rates))
         models = tuple(
             spec.model_copy(update={"rate_rps": float(rate)}) for spec, rate in zip(declared.models, upper, strict=True)
         )
-        return solve(policy, declared.model_copy(update={"models": models}), one, profiles).expected.gpus_used or 0
+        expected = solve(policy, declared.model_copy(update={"models": models}), one, profiles).expected
+        return (expected.cost_per_hour if args.types else expected.gpus_used) or 0
 
     if args.ideal:
         found = [needed(rates) for rates in epochs]  # GPUs of the clairvoyant plan by epoch
@@ -268,9 +282,10 @@ def day(args: argparse.Namespace) -> None:
         report(f"day, {args.policy}, seed {args.seed}, {hours:g} h", run, time.process_time() - since)
         found.extend(needed(rates) for rates in epochs[len(found) : int(now_s // 300)])
         clairvoyant, peak = sum(found) * 300.0 / 3600.0, needed(epochs[: len(found)].max(axis=0)) * hours
-        held = run.gpu_s / 3600.0
+        unit = "$" if args.types else "GPU-hours"
+        held = paid(run, prices, now_s) if args.types else run.gpu_s / 3600.0
         print(
-            f"  GPU-hours: controller {held:.1f}, static plan for every model's peak {peak:.1f} ({held / peak:.2f} of "
+            f"  {unit}: controller {held:.1f}, static plan for every model's peak {peak:.1f} ({held / peak:.2f} of "
             f"it), clairvoyant per 300 s {clairvoyant:.1f} ({held / clairvoyant:.2f} of it); changes per hour "
             f"{run.count(Kind.CHANGED) / hours:.1f}; models below 99 %: "
             + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none"),
@@ -292,10 +307,33 @@ def day(args: argparse.Namespace) -> None:
         profiles,
         settings,
         lambda system: make_scheduler("deferred", system, {"rehearse": False}),
-        growth={"1080ti": gpus[0]},
+        growth={kind: gpu for gpu in one.gpus for kind in (gpu.type,)},
+        seed=args.seed,
+        **({"provision_s": (60.0, 180.0), "incidents": spot_losses(args, duration_s)} if args.types else {}),
     ).run(300.0, tell)
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
+
+
+def paid(run: ControlledRun, prices: Mapping[str, float | None], until_s: float) -> float:
+    """Return what the GPUs that hold something have cost until a time, in $."""
+    ends_s = [at_s for at_s, _, _ in run.plans[1:]] + [until_s]
+    total = 0.0
+    for (at_s, plan, _), end_s in zip(run.plans, ends_s, strict=True):
+        used = {gpu.device: gpu.whole_type for gpu in plan.gpus if gpu.id in set(plan.used_gpus)}
+        total += sum(prices[kind] or 0.0 for kind in used.values()) * (end_s - at_s) / 3600.0
+    return total
+
+
+def spot_losses(args: argparse.Namespace, duration_s: float) -> list[Incident]:
+    """Return when nodes that have come end, each with two minutes' notice; those that are not there lose nothing."""
+    if not args.spot_h:
+        return []
+    chance = np.random.default_rng(args.seed + 1)
+    ends_s = chance.exponential(3600.0 * args.spot_h, 500)
+    starts_s = chance.uniform(0.0, duration_s, 500)
+    lost = [(start + end, f"grown{number}/0") for number, (start, end) in enumerate(zip(starts_s, ends_s, strict=True))]
+    return [Incident(at_s, lose=(name,), notice_s=120.0) for at_s, name in sorted(lost) if 120.0 < at_s < duration_s]
 
 
 def _serve_day(
@@ -466,6 +504,8 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
     parser.add_argument("--invocations", type=int, default=20_000_000, help="of the day that is made up")
     parser.add_argument("--swing", type=float, help="of the day: all functions follow it, with this amplitude")
+    parser.add_argument("--types", action="store_true", help="of the day: three GPU types with prices")
+    parser.add_argument("--spot-h", type=float, help="of the day with types: hours that a node lives in the mean")
     parser.add_argument("--rival", action="store_true", help="of the day: Ray Serve's own rule, and no controller")
     parser.add_argument("--trace", help="a day of the Azure Functions trace of 2019 in place of the made-up one")
     parser.add_argument("--svg", help="draw rates, GPUs and violations over time")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.virtual import ControlledRun
+from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.documents import parse_document
 from tenuto.loadgen.controlled import ControlledSimulation, controlled_summary
+from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
@@ -92,3 +94,25 @@ def test_a_model_that_nobody_asks_frees_its_gpu_until_somebody_asks_again() -> N
     rows = controlled_summary(run, 600.0, 0.0, ())["models"]
     assert rows["busy"]["attainment"] > 0.99
     assert 0.9 < rows["idle"]["attainment"] < 1.0  # what came while it started is lost
+
+
+def test_a_node_with_notice_loses_no_request() -> None:
+    spec = {"name": "busy", "rate_rps": 100.0, "slo_ms": 100.0, "latency": LATENCY}
+    workload = parse_document(Workload, {"models": [spec]}, origin="w.yaml")
+    plan = solve(Symphony(), workload, Cluster.parse("v100:1"), Profiles(()))
+    gpu = Cluster.parse("v100:1").gpus[0]
+    settings = ControlSettings.model_validate(
+        {"mode": "act", "policy": {"name": "ffd"}, "gpus": {"v100": {"max": 2, "per_node": 1}}}
+    )
+    schedule = make_schedule(workload.models, 300.0, 4)
+    load = ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, 300.0)
+    good = {}
+    for notice_s in (0.0, 150.0):
+        incident = Incident(200.0, lose=(plan.used_gpus[0],), notice_s=notice_s)
+        how: dict[str, Any] = {"incidents": [incident], "growth": {"v100": gpu}, "provision_s": (30.0, 90.0)}
+        run = ControlledCluster(
+            load, workload, plan, (gpu,), Profiles(()), settings, lambda system: make_scheduler("eager", system), **how
+        ).run()
+        good[notice_s] = run.ended()[0, Outcome.OK] / run.ended().sum()
+    assert good[150.0] > 0.999
+    assert good[0.0] < 0.9
