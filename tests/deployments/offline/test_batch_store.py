@@ -42,10 +42,10 @@ def request(custom_id: str, **changed: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": URL, "body": {"n": 1}, **changed})
 
 
-def begun(store: BatchStore, text: str, key: str = KEY, window_s: int = 60) -> str:
+def begun(store: BatchStore, text: str, key: str = KEY, window_s: int = 60, url: str = URL) -> str:
     """A batch of a file with this text, all lines of which were looked at."""
     file = msgspec.json.decode(store.add_file(key, "in.jsonl", store.copy_file(io.BytesIO(text.encode()))))
-    batch = msgspec.json.decode(store.add_batch(key, file["id"], URL, f"{window_s}s", window_s, None))
+    batch = msgspec.json.decode(store.add_batch(key, file["id"], url, f"{window_s}s", window_s, None))
     while store.validate(batch["id"]):
         pass
     return str(batch["id"])

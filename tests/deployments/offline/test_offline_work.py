@@ -17,7 +17,10 @@ from openai.types import Batch
 from tenuto.deployments.offline.store_process import OfflineWork
 from tenuto.deployments.serve.user_config import OfflineOptions, read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
+from tests.deployments.entry import test_generation
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
+from tests.deployments.offline.test_batch_store import KEY, batch_of
+from tests.deployments.offline.test_batch_store import begun as begun_on_disk
 from tests.instruments.asking import PATIENCE_S, until
 
 URL = "/v2/models/m/infer"
@@ -358,3 +361,35 @@ async def test_a_damaged_store_says_so_and_serving_goes_on(offline: Offline) -> 
     assert "move it away" in (await work.status()).problem
     assert (await offline.bench.client.get("/v1/files")).status_code == 503
     assert (await offline.bench.infer()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+async def test_a_model_that_generates_answers_lines(tmp_path: Path, url: str, asked: dict[str, Any]) -> None:
+    bench = test_generation.Bench()
+    await bench.start()
+
+    async def find() -> Endpoint:
+        return await bench.entry.endpoint("")
+
+    work = OfflineWork(OfflineOptions(path=str(tmp_path / "store")), lambda _name: find)
+    await work.follow(read_gateway_config({"plan": test_generation.plan().to_data()}))
+    await until(lambda: work.store.is_open)
+    rows = (
+        {"custom_id": f"r{n}", "method": "POST", "url": url, "body": {"model": "slow", "max_tokens": 3, **asked}}
+        for n in range(5)
+    )
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    batch_id = await work.runner.on_disk(lambda: begun_on_disk(work.store, text, url=url))
+    async with asyncio.timeout(PATIENCE_S):
+        while (batch := await work.runner.on_disk(batch_of, work.store, batch_id, KEY))["status"] != "completed":
+            await asyncio.sleep(0.05)
+    answers = [json.loads(line) for line in work.store.path(batch["output_file_id"]).read_text().splitlines()]
+    assert sorted(each["custom_id"] for each in answers) == [f"r{n}" for n in range(5)]
+    assert {each["response"]["body"]["usage"]["completion_tokens"] for each in answers} == {3}
+    status = (await bench.status())["models"]["slow"]
+    assert (status["submitted"], status["offline"]["ok"]) == (0, 5)
+    await work.close()
+    await bench.close()
