@@ -22,7 +22,7 @@ from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.networks.catalogue import is_factory
 
 _NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
 MOST_STAGES = 100  # limit: of an application; the largest graph of the papers has nine
 MOST_REQUESTS = 1000  # limit: requests that one stage makes for one request of the application
@@ -44,7 +44,7 @@ class Stage(StrictModel):
     """
 
     model: str
-    name: _NAME | None = None  # default: the name of the model
+    name: Annotated[str, Field(pattern=_LABEL, max_length=60)] | None = None  # default: the name of the model
     after: tuple[str, ...] = ()  # with the stages whose outputs it takes
     count: Annotated[float, Field(gt=0, le=MOST_REQUESTS)] = 1  # requests, with `map` in the mean
     most: Annotated[int, Field(ge=1, le=MOST_REQUESTS)] | None = None  # requests that `map` may make
@@ -91,7 +91,7 @@ class Stage(StrictModel):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Stage:
-        if not _LABEL.fullmatch(self.label):
+        if not re.fullmatch(_LABEL, self.label):
             raise Fault(f"'{self.label}' is no name of a stage", "Give it a `name` of letters, digits, '_' and '-'.")
         if self.latency is not None and (self.profile is not None or self.sizes):
             other = "profile" if self.profile is not None else "sizes"

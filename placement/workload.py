@@ -444,8 +444,28 @@ def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict
                         **{key: getattr(stage, key) for key in ("latency", "sizes", "weights_path", "options")},
                     }
                 )
-    shared = [_with_demands(entry, asking.get(_name_of(entry) or "", ())) for entry in models]
+    # Stages ask a model as clients do that name no version: each version on trial gets its share.
+    by_model = {split_name(name)[0]: demands for name, demands in asking.items()}
+    tried: dict[str, float] = {}
+    for entry in models:
+        model = split_name(_name_of(entry) or "")[0]
+        tried[model] = tried.get(model, 0.0) + (_share_of(entry) or 0.0)
+    shared = []
+    for entry in models:
+        name = _name_of(entry) or ""
+        model = split_name(name)[0]
+        part = max(0.0, 1.0 - tried[model]) if name in asking else _share_of(entry) or 0.0
+        demands = [(part * rate_rps, budget_ms) for rate_rps, budget_ms in by_model.get(model, ()) if part]
+        shared.append(_with_demands(entry, demands))
     return {"models": [*shared, *added], "applications": applications}
+
+
+def _share_of(entry: Any) -> float | None:
+    """Return the part of its model's requests that a version on trial is sent; None for others, and for what the schema
+    refuses."""
+    raw = entry.model_dump() if isinstance(entry, ModelSpec) else entry if isinstance(entry, dict) else {}
+    share = None if raw.get("shadow") else raw.get("share_pct")
+    return share / 100.0 if isinstance(share, int | float) else None
 
 
 def _name_of(entry: Any) -> str | None:

@@ -26,7 +26,7 @@ from tenuto.deployments.control.planner_requests import PlannerRequests
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, Mode
-from tenuto.deployments.control.version_edits import as_split, without
+from tenuto.deployments.control.version_edits import as_split, with_models, without
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, node_of
@@ -202,7 +202,10 @@ class Controller:
 
     def _edited(self, workload: Workload) -> Workload:
         entries = {spec.name: spec for spec in workload.models} | self._edits
-        return workload.model_copy(update={"models": tuple(spec for spec in entries.values() if spec is not None)})
+        models = tuple(spec for spec in entries.values() if spec is not None)
+        if not workload.applications:
+            return workload.model_copy(update={"models": models})
+        return with_models(workload, models)
 
     def deploy(
         self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...], declared: Workload | None = None

@@ -8,9 +8,9 @@ from typing import Any
 from tenuto.documents import parse_document
 from tenuto.errors import one_of, refused
 from tenuto.placement import Workload
-from tenuto.placement.application import Application
-from tenuto.placement.versions import by_model, inherited, shared_out, taking_the_rest, versioned
-from tenuto.placement.workload import ModelSpec
+from tenuto.placement.application import Application, Stage
+from tenuto.placement.versions import by_model, inherited, shared_out, split_name, taking_the_rest, versioned
+from tenuto.placement.workload import ModelSpec, OwnDemand
 
 Edits = dict[str, ModelSpec | None]
 Edited = tuple[int, Edits]  # edits, and the number of the desired deployment that they make
@@ -107,12 +107,40 @@ def checked(models: Sequence[ModelSpec], applications: Sequence[Application] = (
     return parse_document(Workload, data, origin="workload")
 
 
+def with_models(workload: Workload, models: Sequence[ModelSpec]) -> Workload:
+    """Return the workload with other models, unchecked. Stages that asked a version which is not among them ask the one
+    that takes the rest, by the names that they had."""
+    names = {spec.name for spec in models}
+
+    def followed(stage: Stage) -> Stage:
+        if not stage.shared or stage.model in names:
+            return stage
+        rest = taking_the_rest(spec for spec in models if spec.model == split_name(stage.model)[0])
+        return stage if rest is None else stage.model_copy(update={"model": rest.name, "name": stage.label})
+
+    applications = (a.model_copy(update={"stages": tuple(map(followed, a.stages))}) for a in workload.applications)
+    return workload.model_copy(update={"models": tuple(models), "applications": tuple(applications)})
+
+
 def _edits(workload: Workload, models: Sequence[ModelSpec]) -> Edits:
     """Return how models differ from the declared ones, where versions share out their declared rates."""
-    before, after = {spec.name: spec for spec in workload.models}, checked(models, workload.applications).models
+    before = {spec.name: spec for spec in workload.models}
+    after = checked(models, with_models(workload, models).applications).models
     rates = shared_out({name: spec.rate_rps for name, spec in before.items()}, workload.models, after)
-    specs = {s.name: s.model_copy(update={"rate_rps": rates.get(s.name) or s.rate_rps}) for s in after}
+    specs = {s.name: _with_rate(s, rates.get(s.name) or s.rate_rps, workload) for s in after}
     return {name: specs.get(name) for name in (*before, *specs) if specs.get(name) != before.get(name)}
+
+
+def _with_rate(spec: ModelSpec, rate_rps: float, workload: Workload) -> ModelSpec:
+    """Return a version with a rate. Where applications ask its model, clients ask as large a part of it by themselves
+    as of all versions now, which are those of `workload`."""
+    others = [each for each in workload.models if each.model == spec.model and not each.shadow]
+    demands = [each.alone for each in others if each.alone is not None]
+    if not demands or spec.shadow or spec.share_pct == 0.0:  # the latter is only asked by its URL
+        return spec.model_copy(update={"rate_rps": rate_rps})
+    part = sum(each.rate_rps for each in demands) / sum(each.rate_rps for each in others)
+    alone = OwnDemand(rate_rps=part * rate_rps, slo_ms=demands[0].slo_ms)
+    return spec.model_copy(update={"rate_rps": rate_rps, "alone": alone})
 
 
 def _versions(workload: Workload, model: str) -> tuple[list[ModelSpec], ModelSpec]:

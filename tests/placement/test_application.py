@@ -151,6 +151,20 @@ def test_a_stage_asks_no_version_on_trial_and_no_version_that_is_not_there() -> 
             workload(application({"model": name}), models=(READ, second))
 
 
+def test_versions_of_a_model_share_out_what_stages_ask_of_it() -> None:
+    tried = ({"name": "read:2", "share_pct": 25.0}, {"name": "read:3", "shadow": True, "rate_rps": 1.0})
+    by_url = {"name": "read:4", "share_pct": 0.0, "rate_rps": 1.0}
+    work = workload(application({"model": "read", "count": 2}), models=(READ, *tried, by_url))
+    assert {spec.name: spec.rate_rps for spec in work.models} == {
+        "read": 37.5,
+        "read:2": 12.5,
+        "read:3": 1.0,
+        "read:4": 1.0,
+    }
+    assert [(s.name, s.alone.rate_rps) for s in work.models if s.alone is not None] == [("read", 7.5), ("read:2", 2.5)]
+    assert Workload.of_document(parse_yaml(work.dump(), "w"), "w") == work
+
+
 def test_a_model_that_a_stage_shares_cannot_leave() -> None:
     work = workload(GRAPH)
     data = {"models": [m for m in work.models if m.name != "read"], "applications": work.applications}

@@ -61,7 +61,7 @@ from tenuto.deployments.wire.tensors import Buffer, RequestInputs
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.placement.application import Application
-from tenuto.placement.versions import versioned
+from tenuto.placement.versions import split_name, versioned
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.model_options import ModelOptions
 
@@ -209,7 +209,7 @@ class InferenceService:
             planned = known.get(application.name)
             if planned is None or planned.application != application:
                 planned = PlannedApplication(application, self._stage_times, self._choose)
-            planned.follow(lambda name: self._models.get(self.name(name)) or PlannedModel(name))
+            planned.follow(lambda name: self._models.get(self.name(split_name(name)[0])) or PlannedModel(name))
             self._applications[application.name] = planned
             self._models[application.name] = planned.model
         for name, planned in known.items():
@@ -217,8 +217,8 @@ class InferenceService:
                 planned.retire()
 
     def _choose(self, model: str) -> str:
-        """Return the model of a stage, or one of its versions, for one request."""
-        split = self._splits.get(model)
+        """Return a version of the model of a stage for one request: as of requests that name none."""
+        split = self._splits.get(split_name(model)[0])
         return model if split is None else split.choose(self._draw())
 
     def _signature(self, name: str) -> ModelSignature | None:

@@ -161,11 +161,11 @@ class TenutoHandle:
     def _application(self, name: str) -> PlannedApplication:
         """Return an application of the plan as it is now."""
         application = self._applications[name]
-        application.follow(lambda model: self._planned(self._name(model, None)))
+        application.follow(lambda model: self._planned(self._name(split_name(model)[0], None)))
         return application
 
     def _choose(self, model: str) -> str:
-        split = self._split(model)
+        split = self._split(split_name(model)[0])
         return model if split is None else split.choose(self._copies.draw())
 
     def _name(self, model: str, version: str | None) -> str:

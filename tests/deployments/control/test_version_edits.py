@@ -10,7 +10,9 @@ import pytest
 
 from tenuto.deployments.control.version_edits import checked, promoted, to_take_back, with_version, without
 from tenuto.errors import InvalidInputError
+from tenuto.files import parse_yaml
 from tenuto.placement import Plan, Workload
+from tenuto.placement.application import Application
 from tenuto.placement.workload import ModelSpec, lacking
 from tests.deployments.control.desk import Desk, PlanningDesk
 from tests.instruments.plans import gpu, make_plan
@@ -54,6 +56,47 @@ def test_a_promoted_version_takes_the_place_of_the_one_before() -> None:
     edits = promoted(more, "m", "2")
     assert edits == {"m": None, "m:2": M.model_copy(update={"name": "m:2", "weights_path": "/two"})}
     assert to_take_back(more, "m", "2") == "m:2"
+
+
+STAGES = [{"model": "m"}, {"model": "x", "after": ["m"], "inputs": {"x": "m.y"}}]
+APP = Application.model_validate({"name": "app", "rate_rps": 50.0, "slo_ms": 400.0, "stages": STAGES})
+ASKED = checked([M, M.model_copy(update={"name": "x"})], [APP])  # m at 100 r/s by clients, 50 r/s by the application
+
+
+def asked(workload: Workload) -> dict[str, tuple[float, float | None]]:
+    """The rate of each version of m, and that of the clients that ask it by themselves."""
+    return {s.name: (s.rate_rps, s.alone and s.alone.rate_rps) for s in workload.models if s.model == "m"}
+
+
+def test_versions_share_out_what_applications_ask_and_stages_follow_the_one_that_is_promoted() -> None:
+    desk = PlanningDesk(plan_of(ASKED), GPUS)
+    control = desk.controller
+    assert asked(ASKED) == {"m": (150.0, 100.0)}
+    control.edit(with_version(control.workload, "m", "2", {"share_pct": 20.0}, OWN))
+    assert asked(control.workload) == {"m": (120.0, 80.0), "m:2": (30.0, 20.0)}
+    assert {s.own_slo_ms for s in control.workload.models} == {100.0}  # of the clients, whichever answers
+    desk.look(30)
+    control.edit(promoted(control.workload, "m", "2"))
+    assert asked(control.workload) == {"m:2": (150.0, 100.0)}
+    desk.look(60)
+    assert [s.name for s in control.plan.models if s.model == "m"] == ["m:2"]
+    for workload in (control.workload, Plan.from_data(control.plan.to_data()).workload):
+        (app,) = workload.applications
+        assert [(stage.label, stage.model) for stage in app.stages] == [("m", "m:2"), ("x", "x")]
+    assert Workload.of_document(parse_yaml(control.workload.dump(), "w"), "w") == control.workload
+    control.edit(with_version(control.workload, "m", "3", {"share_pct": 0.0}, OWN))
+    assert asked(control.workload)["m:2"] == (150.0, 100.0)  # the other is asked by its URL alone
+    control.edit(with_version(control.workload, "m", "3", {"share_pct": 50.0}, {}))
+    control.edit(promoted(control.workload, "m", "3"))
+    assert control.workload.applications[0].stage("m").model == "m:3"
+
+
+def plan_of(workload: Workload) -> Plan:
+    """A plan of a workload of m and x on a GPU each."""
+    made = make_plan({"n0/0/a": (100.0, ["m"]), "n1/0/a": (100.0, ["x"])})
+    models = [spec.model_dump(mode="json") for spec in workload.models]
+    applications = [application.model_dump(mode="json") for application in workload.applications]
+    return Plan.from_data({**made.to_data(), "models": models, "applications": applications})
 
 
 SECOND = edited(WORKLOAD, with_version(WORKLOAD, "m", "2", {"share_pct": 60.0}, OWN))

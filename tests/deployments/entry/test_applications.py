@@ -521,6 +521,32 @@ async def test_a_traced_request_has_a_span_for_each_stage(served: Served) -> Non
     assert names == [["m", "n"], ["m"]]
 
 
+async def test_a_version_on_trial_gets_its_share_of_what_stages_ask(served: Served) -> None:
+    """As of plain requests; then it is the one that the stage names, and the next is on trial."""
+    doubling_again = Gpulets("m:2", ("m:2",))
+    doubling_again.SIGNATURES = {"m:2": SIGNATURE}  # type: ignore[misc]
+    served.gpulets["m:2"] = doubling_again
+    await doubling_again.start()
+
+    def tried(main: str, other: str) -> Plan:
+        terms = {other: {"share_pct": 50.0}}
+        data = make_plan(*((name, (name,)) for name in ("m", "m:2", "n")), slo_ms=60_000.0, terms=terms).to_data()
+        stages = [{"model": main, "name": "m"}, {"model": "n", "inputs": {"x": "m.y"}}]
+        app = {"name": "app", "rate_rps": 10, "slo_ms": 60_000.0, "stages": [{"shared": True, **s} for s in stages]}
+        return Plan.from_data({**data, "applications": [app]})
+
+    for main, other in (("m", "m:2"), ("m:2", "m")):
+        await served.serve(tried(main, other))
+        for name in ("m", "m:2"):
+            served.gpulets[name].sizes.clear()
+        for _ in range(40):
+            assert outputs(await served.infer("app")) == {"y": ([1, 2], [4.0, 8.0])}
+        ran = {name: sum(served.gpulets[name].sizes) for name in ("m", "m:2")}
+        assert sum(ran.values()) == 40
+        assert 0 < ran["m"] < 40
+    await served.serve(plan(*CHAIN))
+
+
 async def test_a_stage_that_is_turned_away_gives_its_status(served: Served) -> None:
     await served.follow(plan(*CHAIN), max_queued=1)
     served.gpulets["n"].hold = True
