@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.placement import Plan
 from tests.instruments.live import pids, post, until
+from tests.instruments.replica_processes import replicas
 from tests.instruments.shared_deployment import SharedDeployment
 from tests.instruments.sockets import check_sockets
 
@@ -37,36 +37,9 @@ def met(url: str) -> bool:
     return [each["dispatchers"] for each in get_json(f"{url}/status")["gateways"]] == [{"0": 2, "1": 2}] * 2
 
 
-def processes(application: str) -> list[int]:
-    """The replicas of an application on this test's own Ray, by the names Ray gives its processes."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                title = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if title.startswith(f"ray::ServeReplica:{application}:".encode()) and _is_ours(int(entry.name)):
-                found.append(int(entry.name))
-    return found
-
-
-def _started(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
-def _is_ours(pid: int) -> bool:
-    while pid > 1 and pid != os.getpid():
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return pid > 1
-
-
 def load_and_kill(shared: SharedDeployment, application: str) -> tuple[BenchResult, dict[str, Any]]:
     """Send 8 s of requests to both models, kill one process of an application after 3 s; each has one outcome."""
-    victim = min(processes(application), key=_started)  # of dispatchers the one that schedules
+    victim = replicas(application)[0]  # of dispatchers the one that schedules
     timer = threading.Timer(3.0, os.kill, (victim, signal.SIGKILL))
     timer.start()
     try:
@@ -91,7 +64,7 @@ def test_two_gateways_and_their_dispatchers_listen_where_they_are_known_to(url: 
 
 
 def test_both_models_answer_through_either_gateway_and_the_id_is_found(shared: SharedDeployment, url: str) -> None:
-    assert len(processes("tenuto")) == 2
+    assert len(replicas("tenuto")) == 2
     for name in ASKED:
         for _ in range(4):
             status, answer = post(f"{url}/v2/models/{name}/infer", BODY, Connection="close")
@@ -111,7 +84,7 @@ def test_a_killed_gateway_loses_only_what_it_held(shared: SharedDeployment) -> N
     before = pids(shared.url)
     _, models = load_and_kill(shared, "tenuto")
     assert sum(model["failed"] for model in models.values()) < sum(model["offered"] for model in models.values()) / 2
-    until(lambda: len(processes("tenuto")) == 2)
+    until(lambda: len(replicas("tenuto")) == 2)
     assert pids(shared.url) == before
 
 
@@ -121,4 +94,4 @@ def test_the_dispatcher_that_waits_takes_over_from_a_killed_one(shared: SharedDe
     _, models = load_and_kill(shared, "dispatcher-0")
     assert [model["failed"] for model in models.values()] == [0, 0]
     assert pids(shared.url) == before
-    until(lambda: len(processes("dispatcher-0")) == 2)
+    until(lambda: len(replicas("dispatcher-0")) == 2)

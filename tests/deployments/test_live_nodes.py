@@ -2,7 +2,9 @@
 a node dies."""
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 HEAD, OTHER, BARE, AGAIN = (f"127.0.0.{last}" for last in (2, 3, 4, 5))
 LABEL = "tenuto.test/rack=b7"
+STAGES = [{"model": "left", "shared": True}, {"model": "right", "shared": True, "inputs": {"INPUT0": "left.OUTPUT0"}}]
 BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}).encode()
 
 
 def make_plan(*, other: str = LABEL) -> Plan:
-    """A model on each node, one found by its address and one by its label."""
+    """A model on each node, one found by its address and one by its label, and an application that asks both."""
     latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
     places = (("left", HEAD), ("right", other))
     return Plan.from_data(
@@ -48,6 +51,7 @@ def make_plan(*, other: str = LABEL) -> Plan:
                 for name, _ in places
             ],
             "models": [{"name": name, "rate_rps": 40, "slo_ms": 500, "latency": latency} for name, _ in places],
+            "applications": [{"name": "both", "rate_rps": 5, "slo_ms": 60_000, "stages": STAGES}],
         }
     )
 
@@ -129,6 +133,25 @@ def status_of(url: str, model: str) -> int:
         return 0
 
 
+@contextmanager
+def asking_both(url: str) -> Iterator[list[int]]:
+    """Ask the application again and again until the block ends; gives how each request ended."""
+    statuses: list[int] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.02):
+            statuses.append(status_of(url, "both"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own_away(cluster: Any) -> None:
     import ray
 
@@ -141,19 +164,24 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
         bring_up(launcher, Deployment(plan=make_plan(), scheduler="eager", port=port, encrypt=True).config())
         url = launcher.base_url
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
-        for name in ("left", "right"):
+        for name in ("left", "right", "both"):
             assert status_of(url, name) == 200
         there = gateways_elsewhere_by_node()
         (with_gateway,) = (node for node, elsewhere in there.items() if not elsewhere)
         assert [elsewhere for node, elsewhere in there.items() if node != with_gateway] == [[with_gateway]] * 2
         before = pids(url)
         (lost,) = (node for node in cluster.worker_nodes if node.node_ip_address == OTHER)
-        cluster.remove_node(lost, allow_graceful=False)
-        until(lambda: set(pids(url)) == {"left/0/a"})
+        with asking_both(url) as statuses:
+            until(lambda: len(statuses) > 3)
+            cluster.remove_node(lost, allow_graceful=False)
+            until(lambda: set(pids(url)) == {"left/0/a"})
+        assert set(statuses) <= {200, 503, 504, 0}  # 0: the gateway was on that node
+        until(lambda: status_of(url, "both") in (503, 504))
         until(lambda: status_of(url, "left") == 200)
         until(lambda: status_of(url, "right") in (503, 504))
         cluster.add_node(node_ip_address=AGAIN, num_gpus=1, num_cpus=2, labels=dict([LABEL.split("=")]))
         until(lambda: status_of(url, "right") == 200)
         until(lambda: len(pids(url)) == 2)
+        until(lambda: status_of(url, "both") == 200)
         assert addresses_by_gpulet(url)["right/0/a"] == AGAIN  # the label is where it was, the address is not
         assert pids(url)["left/0/a"] == before["left/0/a"]

@@ -48,6 +48,14 @@ def first(request: Mapping[str, Any], stages: Stages) -> Any:
     return {"x": request["x"] + answer["y"]}
 
 
+def twice(request: Mapping[str, Any], stages: Stages) -> Any:
+    """Two requests of what the stage before made, of emulated models."""
+    del request
+    (answer,) = stages["first"]
+    assert answer is not None
+    return [{"INPUT0": answer["OUTPUT0"]}] * 2
+
+
 def wide(request: Mapping[str, Any], stages: Stages) -> Any:
     """Two requests of long tensors, which the function cannot write where it finds them."""
     (answer,) = stages["wide"]

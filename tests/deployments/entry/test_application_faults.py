@@ -9,7 +9,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -20,21 +19,12 @@ from tests.deployments.entry.test_applications import CHAIN, Gpulets, Served, no
 from tests.instruments.asking import until
 from tests.instruments.fake_gpulet import SIGNATURE, make_plan
 from tests.instruments.live import PATIENCE_S
-
-MODULE = "tenuto.deployments.entry.service.hook_process"
+from tests.instruments.replica_processes import functions_of
 
 
 def processes_of_functions() -> set[int]:
-    """The processes beside this one that run functions: those that lead a group, which end with their group."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and MODULE in (entry / "cmdline").read_bytes().decode().split("\0"):
-                found.add(int(entry.name))
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
+    """The processes beside this one that run functions."""
+    return set(functions_of(os.getpid()))
 
 
 @pytest.fixture(autouse=True)
