@@ -14,6 +14,7 @@ from tenuto.deployments.entry.protocols.oip_answers import plain_values
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
 from tenuto.deployments.entry.service.infer_call import InferCall, Writer
 from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
+from tenuto.deployments.entry.service.process_pool import MOST_WAITING
 from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.status import StageRecord
@@ -56,6 +57,9 @@ class ApplicationCall(InferCall, eq=False):
             raise BadRequestError(
                 f"the samples begin {requests} requests; {MAX_SAMPLES} are the most. Send fewer samples."
             )
+        if len(samples) > MOST_WAITING and any(not each.after and each.map is not None for each in stages):
+            rule = f"each of {len(samples)} samples calls a function at once; {MOST_WAITING} are the most"
+            raise BadRequestError(f"{rule}. Send fewer samples.")
         exchange.on_left = self._abandon
         exchange.spend(len(samples))
         if self._offline:

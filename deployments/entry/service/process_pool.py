@@ -3,7 +3,7 @@
 In a thread, code that computes in Python would hold the lock that the event loop needs, and code that hangs could not
 be ended. Every wait has an end:
 
-- At most `_MOST_WAITING` calls of a pool wait. Further calls are turned away.
+- At most `MOST_WAITING` calls of a pool wait. Further calls are turned away.
 - When a call can no longer be begun in time, it is dropped, and the request expires.
 - A client is answered at its deadline, whatever its call does.
 - When a call takes longer than 2 s and longer than the SLO, it hangs. Its process is killed, with all that it has
@@ -45,7 +45,8 @@ HANGS_S = 2.0  # limit: the time of a call; a longer SLO allows more
 _START_S = 60.0  # limit: the time to import the code on a busy machine
 _LAST_S = 1.0  # limit: the time between the last message of a process and its end
 AGAIN_S = 1.0  # pace: the wait before a process is replaced, as a start takes a core for about as long
-_MOST_WAITING = 64  # limit: waiting calls of a pool, as for bodies that wait to be decoded
+MOST_WAITING = 64  # limit: waiting calls of a pool, as for bodies that wait to be decoded
+_DROPPED_BYTES = 1 << 20  # limit: bytes of an answer that are read at once where there is no memory for it
 _MOST_SAID_BYTES = 1 << 18  # limit: the size of a message, whose text is shorter; of a thousand tensors it has 40 KB
 _FADES = 0.99  # derived: remembers the longest of about the last hundred calls; with less it forgets rare long calls
 _MODULE = "tenuto.deployments.entry.service.hook_process"
@@ -141,16 +142,16 @@ class ProcessPool:
             latest_ms: until when it may begin, on the monotonic clock.
             read: makes the result of the answer and the bytes behind that; it may raise `HookFaultError`.
             memory: is held while a process may read the bytes of the call or write those of its answer.
-            room: returns memory for the bytes of the answer.
+            room: returns memory for the bytes of the answer; raises `HttpError`, which is then the result.
 
         Raises:
             HttpError: 429 where too many wait, 503 where the code cannot be started.
         """
         if self._broken:
             raise HttpError(503, self._broken, retry_after_s=AGAIN_S)
-        if self._count >= _MOST_WAITING:
+        if self._count >= MOST_WAITING:
             raise HttpError(
-                429, f"{_MOST_WAITING} requests wait for {self._code}. Retry in a second.", retry_after_s=1.0
+                429, f"{MOST_WAITING} requests wait for {self._code}. Retry in a second.", retry_after_s=1.0
             )
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._count += 1
@@ -207,6 +208,10 @@ class ProcessPool:
             if not call.done.done():
                 call.done.set_exception(HookFaultError(str(lost)))
             raise
+        except HttpError as error:
+            if not call.done.done():
+                call.done.set_exception(error)
+            return
         except asyncio.CancelledError:  # closed
             if not call.done.done():
                 call.done.set_exception(HttpError(503, self._broken, retry_after_s=AGAIN_S))
@@ -272,6 +277,7 @@ class _Process:
         """Return the process's message, and the bytes behind that message, which are in the memory that `room` gave.
 
         Raises:
+            HttpError: `room` gives none; the bytes are read, and dropped.
             _LostError: the process has ended, or has not answered in time.
         """
         loop = asyncio.get_running_loop()
@@ -288,7 +294,13 @@ class _Process:
                 if message_bytes > _MOST_SAID_BYTES or body_bytes > self._most_bytes:
                     raise _LostError(f"an answer of {message_bytes + body_bytes} bytes is too large")
                 answer = _ANSWERS.decode(await self._exactly(new_memory(message_bytes)))
-                return answer, await self._exactly(room(body_bytes))
+                try:
+                    memory = room(body_bytes)
+                except HttpError:
+                    for left in range(body_bytes, 0, -_DROPPED_BYTES):
+                        await self._exactly(new_memory(min(left, _DROPPED_BYTES)))
+                    raise
+                return answer, await self._exactly(memory)
         except TimeoutError:
             raise _LostError(f"a call took more than {longest_s:g} s, and its process was killed") from None
         except (OSError, EOFError, msgspec.DecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tenuto.deployments.entry.http.body_memory import unfinished
 from tenuto.deployments.wire.arena import Arena, Slot
 
 _SHARED_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
@@ -18,10 +19,13 @@ class RunMemory:
             inputs.hold()
 
     def take_slot(self, size: int) -> Slot | None:
-        """Return a place for so many bytes; None where no memory is left, or they are so few that a copy is cheaper."""
+        """Return a place for so many bytes; None where none is left in the arena, or they are so few that a copy is
+        cheaper. Raises `HttpError` 503 when requests under way hold as much as bodies may, and as much again."""
         arena = self._arena
-        if arena is None or size < _SHARED_BYTES or arena.used_bytes + size > arena.limit_bytes:
+        if arena is None or size < _SHARED_BYTES:
             return None
+        if arena.used_bytes + size > 2 * arena.limit_bytes:
+            raise unfinished()
         slot = arena.take(size)
         if slot is not None:
             self._slots.append(slot)

@@ -223,6 +223,8 @@ class RunningGraph:
         """Do a step of this request. Whatever it raises ends this request, and nothing else."""
         try:
             step()
+        except HttpError as error:
+            self._give_up(_refusal("what its stages hand on", error))
         except Exception as error:
             is_told = isinstance(error, _MisfitError)
             reason = str(error) if is_told else unexpected(self._interface.application.name, error).message

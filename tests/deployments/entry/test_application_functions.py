@@ -10,9 +10,11 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.entry.service import process_pool
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.tensors import pack_elements
@@ -25,7 +27,9 @@ from tests.deployments.entry.test_applications import (
     nothing_is_left,
     outputs,
     plan,
+    post_in_bytes,
 )
+from tests.instruments.fake_gpulet import finder
 from tests.instruments.live import PATIENCE_S
 
 FUNCTIONS = "tests.instruments.graph_functions"
@@ -251,6 +255,43 @@ async def test_a_raw_body_is_refused_where_nothing_makes_all_inputs_of_it(served
     await served.serve(plan(*DIAMOND))
     answer = await served.client.post("/predict/app", content=b"[1, 2]")
     assert (answer.status_code, "Ask /v2/models/MODEL/infer" in answer.json()["error"]) == (400, True)
+
+
+async def test_more_samples_than_calls_can_wait_are_refused_where_functions_begin(served: Served) -> None:
+    """Waiting does not help them."""
+    await served.serve(plan({"model": "m", "map": f"{FUNCTIONS}:length", "most": 1}))
+    tensor = {"name": "body", "datatype": "BYTES", "shape": [65, 1], "data": ["x"] * 65}
+    answer = await served.infer("app", {"inputs": [tensor]})
+    assert (answer.status_code, "64 are the most. Send fewer" in answer.json()["error"]) == (400, True)
+    few = await served.infer("app", {"inputs": [{**tensor, "shape": [64, 1], "data": ["x"] * 64}]})
+    assert (few.status_code, outputs(few)["y"][0]) == (200, [64, 2])
+
+
+async def test_what_stages_hand_on_has_a_bound_and_what_is_beyond_is_refused() -> None:
+    """However much functions make of what a client sends."""
+    served = Served()
+    served.entry = Entry(finder(served.gpulets), unfinished_mib=1)
+    stage = {"model": "wider", "after": ["wide"], "map": f"{FUNCTIONS}:wide", "count": 2, "most": 2}
+    await served.start(plan({"model": "wide"}, stage))
+    served.gpulets["wider"].hold = True
+    values = np.arange(WIDE, dtype=np.float32)  # 64 KiB
+    asked = []
+    async with httpx.AsyncClient(base_url=served.client.base_url, timeout=PATIENCE_S) as client:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(each.done() for each in asked):
+                asked.append(asyncio.create_task(post_in_bytes(client, values)))
+                await asyncio.wait(asked[-1:], timeout=0.2)
+        assert served.entry.service.arena.used_bytes <= 2 << 20  # type: ignore[union-attr]
+        refused = next(each for each in asked if each.done()).result()
+        assert (refused.status_code, "too many requests are unfinished" in refused.text) == (503, True), refused.text
+        assert refused.json()["outcome"] == "failed"  # amid its graph, and not at the door
+        served.gpulets["wider"].hold = False
+        served.gpulets["wider"].release()
+        statuses = {answer.status_code for answer in await asyncio.gather(*asked)}
+    assert statuses == {200, 503}
+    await nothing_is_left(served)
+    assert (await post_in_bytes(served.client, values)).status_code == 200
+    await served.close()
 
 
 async def test_an_application_is_asked_over_grpc(served: Served) -> None:

@@ -165,10 +165,8 @@ async def nothing_is_left(served: Served) -> None:
 WAYS = pytest.mark.parametrize("served", ["beside", "elsewhere"], indirect=True)
 
 
-async def ask_in_bytes(
-    client: httpx.AsyncClient, values: NDArray[np.float32]
-) -> tuple[dict[str, Any], NDArray[np.float32]]:
-    """Ask the application with a tensor in bytes; return the JSON of its answer and the numbers behind it."""
+async def post_in_bytes(client: httpx.AsyncClient, values: NDArray[np.float32]) -> httpx.Response:
+    """Ask the application with a tensor in bytes."""
     tensor = {
         "name": "x",
         "datatype": "FP32",
@@ -177,7 +175,14 @@ async def ask_in_bytes(
     }
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
-    answer = await client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
+    return await client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
+
+
+async def ask_in_bytes(
+    client: httpx.AsyncClient, values: NDArray[np.float32]
+) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Ask the application with a tensor in bytes; return the JSON of its answer and the numbers behind it."""
+    answer = await post_in_bytes(client, values)
     assert answer.status_code == 200, answer.text
     length = int(answer.headers["inference-header-content-length"])
     return json.loads(answer.content[:length]), np.frombuffer(answer.content[length:], np.float32)
@@ -633,6 +638,56 @@ async def test_requests_that_have_ended_leave_nothing_to_pythons_collector(serve
         assert running() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("slo_ms", ["nan", "inf", "-inf", "1e308", "1e400", "", "1,2"])
+async def test_a_deadline_that_is_no_number_is_refused(served: Served, slo_ms: str) -> None:
+    in_body = {"inputs": [TENSOR], "parameters": {"slo_ms": slo_ms}}
+    for answer in (await served.infer("app", X_SLO_Ms=slo_ms), await served.infer("app", in_body)):
+        assert (answer.status_code, "Give a number of at most 3600000" in answer.json()["error"]) == (400, True)
+    assert served.gpulets["m"].sizes == []
+
+
+@pytest.mark.parametrize("slo_ms", [-1, 0, -1e308])
+async def test_a_deadline_that_is_over_costs_nothing(served: Served, slo_ms: float) -> None:
+    in_body = {"inputs": [TENSOR], "parameters": {"slo_ms": slo_ms}}
+    for answer in (await served.infer("app", X_SLO_Ms=f"{slo_ms:g}"), await served.infer("app", in_body)):
+        assert answer.status_code == 504
+    assert served.gpulets["m"].sizes == []
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"shape": [2, 2]},
+        {"shape": [1, -2]},
+        {"shape": [10**18, 2]},
+        {"shape": [0, 2], "data": []},
+        {"datatype": "BYTES"},
+        {"name": "body"},
+        {"name": "m.y"},
+        *({"data": [], "parameters": {"binary_data_size": size}} for size in (10**12, -1, 7, "x")),
+    ],
+)
+async def test_a_body_that_lies_of_its_tensors_costs_nothing(served: Served, tensor: dict[str, Any]) -> None:
+    head = json.dumps({"inputs": [{**TENSOR, **tensor}]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = await served.client.post("/v2/models/app/infer", content=head + bytes(8), headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert served.gpulets["m"].sizes == []
+
+
+async def test_an_application_is_no_model_of_another_interface_and_its_stages_have_no_names(served: Served) -> None:
+    for path, document in (
+        ("/v1/chat/completions", {"model": "app", "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/embeddings", {"model": "app", "input": "x"}),
+        ("/v2/models/app/generate", {"text_input": "x"}),
+        ("/v2/models/app.m/infer", {"inputs": [TENSOR]}),
+        ("/v2/models/app:1/infer", {"inputs": [TENSOR]}),
+        ("/v2/models/app/versions/2/infer", {"inputs": [TENSOR]}),
+    ):
+        assert (await served.client.post(path, json=document)).status_code in (400, 404), path
+    assert served.gpulets["m"].sizes == []
 
 
 async def test_so_many_samples_that_one_turn_would_be_long_are_refused(served: Served) -> None:
