@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
+import msgspec
 
 from tenuto.cli.common import (
     ClusterArguments,
@@ -28,6 +29,7 @@ from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
+from tenuto.placement.application_signature import ApplicationSignature
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import bearable, is_at, place_problems
 from tenuto.placement.placement_constraints import without as cluster_without
@@ -49,7 +51,7 @@ from tenuto.placement.shown.table import (
 from tenuto.placement.slo_rules import load_workload
 from tenuto.placement.workload import ModelSpec, profile_by_size
 from tenuto.profiles import Profiles
-from tenuto.profiles.networks.catalogue import SizeRange, is_exported
+from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, is_exported, lookup, with_pixels
 from tenuto.profiles.networks.model_options import ModelOptions, with_most_sizes
 from tenuto.profiles.shipped import shipped_for
 
@@ -59,6 +61,7 @@ STREAMS = "each gpu-let takes the next batch while one executes, and copies over
 HIDDEN = "`hidden ms` of a full batch's latency are copies"
 _TRIES = 4  # limit: clusters, each one GPU larger, that are tried to find how many GPUs are enough
 _REFUSED_PART = 0.001  # limit: of the requests that a plan counts as served, refused for their sizes
+_STATED = ("inputs", "outputs", "sizes", "batch")  # format: the options that state a signature
 NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
 
 
@@ -274,10 +277,11 @@ def _inputs(
 
 def _network_problems(workload: Workload, cluster: Cluster, profiles: Profiles) -> list[Problem]:
     """Return what speaks against the networks whose files are on this machine: all that a gpu-let would refuse before
-    it builds them, and sizes that they do not take. A line on stderr names the files that were not read."""
+    it builds them, sizes that they do not take, and tensors that do not fit along the graphs of applications. A line on
+    stderr names the files that were not read."""
     from tenuto.profiles.networks.models import describe
 
-    problems, unread = list[Problem](), dict[str, str]()
+    problems, unread, described = list[Problem](), dict[str, str](), dict[str, ModelSignature | None]()
     for index, spec in enumerate(workload.models):
         source, where = spec.source, f"models.{index}"
         if source is None or spec.generates is not None or not (is_exported(source) or Path(source).is_dir()):
@@ -295,11 +299,36 @@ def _network_problems(workload: Workload, cluster: Cluster, profiles: Profiles) 
         except EnvironmentFaultError as error:
             unread[source] = str(error)
         else:
+            described[spec.name] = signature
             if signature is not None and measured:
                 problems += _size_problems(f"{where}.sizes", spec, measured, signature.sizes)
     for source, why in unread.items():
         notice(f"{source} was not compared with the plan: {why}")
+    for application in workload.applications:
+        names = [application.model_name(stage) for stage in application.stages]
+        models = [described[name] if name in described else _stated_signature(workload[name]) for name in names]
+        known = [signature for signature in models if signature is not None]
+        if len(known) == len(models):
+            try:
+                ApplicationSignature.of(application, known)
+            except InvalidInputError as error:
+                problems += error.problems
     return problems
+
+
+def _stated_signature(spec: ModelSpec) -> ModelSignature | None:
+    """Return the tensors that the options of a model state, or the catalogue where no option changes them; None where
+    only building the network tells."""
+    stated: dict[str, Any] = {key: spec.options[key] for key in _STATED if key in spec.options}
+    if "inputs" in stated and "outputs" in stated:
+        with contextlib.suppress(msgspec.ValidationError):  # the gpu-let says what is wrong
+            return msgspec.convert({"kind": "tensor", **stated}, ModelSignature)
+        return None
+    if spec.options or spec.weights_path or spec.sizes:
+        return None
+    with contextlib.suppress(InvalidInputError):
+        return with_pixels(lookup(spec.network).signature, preferred=False)
+    return None
 
 
 def _measured_sizes(spec: ModelSpec, cluster: Cluster, profiles: Profiles) -> dict[str, set[int]]:
