@@ -91,7 +91,8 @@ class GatewayMetrics:
         door = replace(self._server.status(), wrong_keys=service.guesses.total)
         if service.lag.turned_away:
             door = replace(door, turned_away={**door.turned_away, "behind": service.lag.turned_away})
-        own = GatewayReport(
+        devices = await self._devices.read()
+        own = GatewayReport(  # what has ended is on no way while anything is waited for
             gateway=GatewayStatus(
                 id=self._id,
                 started_at_s=self._started_at_s,
@@ -103,7 +104,7 @@ class GatewayMetrics:
             ended=(ended := service.application_counters.take_ended()),
             proxied={model: histogram.buckets() for model, histogram in service.proxied.items()},
             asked_rps=self._asked_rps,
-            devices=await self._devices.read(),
+            devices=devices,
         )
         try:
             reports = await dispatching.meet(own)
