@@ -125,7 +125,7 @@ async def test_code_that_runs_when_the_plan_drops_it_keeps_no_request_waiting(se
 async def test_whatever_fails_amid_graphs_every_request_ends_once_and_nothing_is_left(
     served: Served, seed: int
 ) -> None:
-    """Plans and tensors change, functions and gpu-lets are killed, batches are held and fail, and clients leave."""
+    """Plans and tensors change, functions, gpu-lets and dispatchers end, batches are held and fail, clients leave."""
     dice = random.Random(seed)
     await works_again(served)
     ends: Counter[int] = Counter()
@@ -140,7 +140,7 @@ async def test_whatever_fails_amid_graphs_every_request_ends_once_and_nothing_is
 
     async def befall() -> None:
         gpulet = served.gpulets[dice.choice("mn")]
-        match dice.randrange(7):
+        match dice.randrange(8):
             case 0:
                 for each in served.gpulets.values():  # a gateway is ready when no gpu-let is at what it ran before
                     each.hold = False
@@ -158,6 +158,9 @@ async def test_whatever_fails_amid_graphs_every_request_ends_once_and_nothing_is
                 gpulet.error = dice.choice((None, "broken"))
             case 5:
                 dice.choice(asked).cancel()
+            case 6 if served.server is not None:
+                await served.end_dispatcher()
+                await served.serve(dice.choice(plans))
             case _:
                 gpulet.hold = False
                 gpulet.release()

@@ -96,13 +96,25 @@ class Served(Bench):
         self.gpulets |= {name: Gpulets(name, (name,)) for name in MODELS}
         self.server: BundleServer | None = None
         if not is_beside:
-            dispatcher = Dispatcher(
-                lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
-                finder(self.gpulets),
-                on_change=lambda: self.server.announce() if self.server is not None else None,
-            )
-            self.server = BundleServer(dispatcher)
+            self.begin_dispatcher()
             self.entry = Entry(finder(self.gpulets), lambda _name: self.find)
+
+    def begin_dispatcher(self) -> None:
+        """Be a dispatcher beside the gateway, in the place of one that has ended."""
+        dispatcher = Dispatcher(
+            lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
+            finder(self.gpulets),
+            on_change=lambda: server.announce(),
+        )
+        self.server = server = BundleServer(dispatcher)
+
+    async def end_dispatcher(self) -> None:
+        """End the dispatcher beside the gateway at once; another one takes its place."""
+        assert self.server is not None
+        server = self.server
+        self.begin_dispatcher()
+        await server.dispatcher.close()
+        await server.close(0.0)
 
     async def find(self) -> Endpoint:
         assert self.server is not None
