@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +17,11 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.criterion import Goal, HostedModels, Stop, Trial, never, try_load
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA
-from tenuto.errors import Problem, refused
+from tenuto.errors import Problem, one_of, refused
 from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.result_folder import provenance
@@ -37,7 +38,8 @@ NO_DELAY = NetworkDelay()
 @dataclass(frozen=True)
 class Simulation:
     """All settings of a run but the rate. `plan` is None when every GPU hosts every model. `losses` are (seconds, ids
-    of GPUs), ascending: when GPUs are lost for good."""
+    of GPUs), ascending: when GPUs are lost for good. `offline`: how many offline requests of a model wait from the
+    beginning on; inf: more than can run."""
 
     models: tuple[ModelSpec, ...]
     applications: tuple[Application, ...]
@@ -49,6 +51,7 @@ class Simulation:
     warmup_s: float | None = None
     seed: int = 0
     losses: tuple[tuple[float, frozenset[str]], ...] = ()
+    offline: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_plan(cls, plan: Plan, network: NetworkDelay = NO_DELAY, slo_scale: float = 1.0, **how: Any) -> Simulation:
@@ -101,6 +104,33 @@ class Simulation:
         applications = scaled_slos(beside(workload.applications, folder), slo_scale)
         return cls(beside(workload.models, folder), applications, system, **how)
 
+    def with_offline(self, offline: Mapping[str, float]) -> Simulation:
+        """Return the same with so many offline requests, by model.
+
+        Raises:
+            InvalidInputError: a model that nothing runs, or a scheduler that runs no offline work.
+        """
+        served = {self.system.reported[place].name for place in self.system.reported_served}
+        for name in offline:
+            if name not in served:
+                raise refused("--offline", name, "no gpu-let runs this model", one_of(name, sorted(served)))
+        if offline and not self.scheduler().takes_offline:
+            raise refused("--offline", self.scheduler_name, "runs no offline work", "Take --scheduler deferred.")
+        return replace(self, offline=offline)
+
+    def _backlog(self) -> OfflineBacklog | None:
+        generator = np.random.default_rng([self.seed, len(self.models)])
+
+        def lengths(model: int) -> tuple[int, int]:
+            generates = self.models[model].generates
+            both = () if generates is None else (generates.prompt_tokens, generates.output_tokens)
+            prompt, output = [1 if one is None else int(one.draw(1, generator)[0]) for one in both]
+            return prompt, output
+
+        place = {model.name: index for index, model in enumerate(self.system.reported)}
+        left = {place[name]: count for name, count in self.offline.items()}
+        return OfflineBacklog(left, lengths) if left else None
+
     def always_late(self) -> list[Problem]:
         """Return a problem for every hosted model of which no request can be in time."""
         return self.system.unserveable()
@@ -143,6 +173,7 @@ class Simulation:
             ],
             tokens=load.tokens,
             sizes=load.sizes,
+            offline=self._backlog(),
             slos={index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None},
         )
 

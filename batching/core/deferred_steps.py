@@ -133,19 +133,24 @@ class DeferredSteps:
             return False, alone
         return True, beside or rest
 
-    def longest_ms(self, load: TokenLoad) -> float:
-        """Return how long a step with offline sequences may take: no token is late in the mean that is made by steps of
-        this length, with the prompts that are read between them, and no first token of a prompt that comes when such a
-        step begins."""
-        decoding_ms = self._cost.ms(0, load.decoding, load.context_tokens) if load.decoding else 0.0
-        further_ms, chance_ms = 0.0, 0.0
-        if load.sequences:
-            beside = load.sequences, max(load.context_tokens + load.unread_tokens, 0), load
-            further_ms, chance_ms = self.further_token_ms(*beside)
-            further_ms -= self._cost.ms(0, load.sequences, beside[1])
-        token_ms = min(load.tpot_ms, load.least_tpot_ms) - further_ms - _CHANCE * chance_ms
+    def longest_ms(self, now_ms: float, load: TokenLoad) -> float:
+        """Return how long a step with offline sequences may take.
+
+        A token has spare time: what it is allowed, less what it takes with prompts that are read meanwhile. Of that,
+        offline sequences get the square of the spare part, as the load rises and falls, and a step ends before the next
+        token is due. A prompt that comes when the step begins must still be in time behind it.
+        """
         first_ms = load.ttft_ms - self.first_token_ms(max(1, round(load.mean_prompt)), load)
-        return max(decoding_ms, min(token_ms, _RESIDUAL * first_ms)) if load.sequences else _RESIDUAL * first_ms
+        if not load.sequences:
+            return _RESIDUAL * first_ms
+        allowed_ms, context = min(load.tpot_ms, load.least_tpot_ms), load.context_tokens + load.unread_tokens
+        decoding_ms = self._cost.ms(0, load.decoding, load.context_tokens)
+        further_ms, chance_ms = self.further_token_ms(load.sequences, context, load)
+        idle = max(0.0, 1.0 - (further_ms + _CHANCE * chance_ms) / allowed_ms) if allowed_ms else 0.0
+        if not idle:
+            return 0.0
+        spare_ms = min(idle * allowed_ms, load.due_ms - now_ms - decoding_ms)
+        return min(decoding_ms + idle * idle * spare_ms, _RESIDUAL * idle * first_ms)
 
     def _most_tokens(self, rest: int, most: int, left_ms: float, beside: TokenLoad) -> int:
         """Return how many tokens of prompts a step reads at most in so many ms, at least the rest of the first; 0 where

@@ -119,7 +119,7 @@ class StepOrder(Protocol):
         """Return whether sequences decode in a step, and how many tokens of prompts it reads at most (no other prompt
         than the first is cut for that); asked where both are possible."""
 
-    def longest_ms(self, load: TokenLoad) -> float:
+    def longest_ms(self, now_ms: float, load: TokenLoad) -> float:
         """Return how long a step with offline sequences may take beside this load."""
 
 
@@ -206,6 +206,11 @@ class StepScheduler:
     def waiting(self) -> int:
         """Sequences that wait to be admitted."""
         return self._queued
+
+    @property
+    def waiting_offline(self) -> int:
+        """Offline sequences that wait."""
+        return 0 if self._offline is None else self._offline.waiting
 
     @property
     def running(self) -> int:
@@ -391,7 +396,7 @@ class StepScheduler:
             offline._give_up(offline._give_ups[0][1])
         self.expired += offline.expired
         offline.expired.clear()
-        longest_ms = math.inf if self._order is None else self._order.longest_ms(self.load)
+        longest_ms = math.inf if self._order is None else self._order.longest_ms(now_ms, self.load)
         step.others = Step(prompt_tokens=step.prompt_tokens, attention_pairs=step.attention_pairs)
         step.others.sequences, step.others.context_tokens = step.sequences, step.context_tokens
         reads = not step.chunks and not self._queued

@@ -21,6 +21,7 @@ from tenuto.batching.core.system import INF, System
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
 from tenuto.batching.virtual.generating_replicas import GeneratingReplicas
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError
@@ -70,10 +71,11 @@ class Engine:
         counted_from_ms: float = INF,
         tokens: RequestTokens | None = None,
         sizes: NDArray[np.int64] | None = None,
+        offline: OfflineBacklog | None = None,
     ) -> None:
         """`counted_from_ms`: `lost_by_model` counts the requests lost after this time, of models with gpu-lets.
         `tokens`: needed when a model generates. `sizes`: a row for each request, needed when a model has size
-        classes."""
+        classes. `offline`: what waits beside these requests."""
         self.times_ms, self.models, self.deadlines_ms = times_ms, model_index, deadlines_ms
         self.planned = len(times_ms)
         if follows is not None:
@@ -100,6 +102,7 @@ class Engine:
         self._follows = follows
         self._counted_from_ms = counted_from_ms
         self._sizes = sizes
+        self._offline = offline
 
     def install(
         self, scheduler: Scheduler, index: Sequence[int], data_ms_by_model: Sequence[float] | None = None
@@ -128,6 +131,10 @@ class Engine:
             self.replicas.install(scheduler)
         if self._follows is not None:
             self._follows.follow(scheduler.system)
+        if self._offline is not None:
+            self._offline.follow(self._index.tolist(), scheduler.system)
+            self._offline.refill(scheduler, self.now_ms)
+            self.replicas.refill(self.now_ms, self._offline)
 
     def _find_classes(self, system: System) -> NDArray[np.int64]:
         """Return the model or size class of every request in the scheduler's system; -1: none serves it."""
@@ -207,6 +214,8 @@ class Engine:
                     if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at
                         self._answer(self.replicas.advance(now, -1 - gpulet), now)
+                        if self._offline is not None:
+                            self.replicas.refill(now, self._offline)
                 else:
                     batch = running[gpulet]
                     if version[gpulet] != stamp or batch is None:
@@ -263,6 +272,9 @@ class Engine:
             batches = [gpulets.running[place], *gpulets.behind[place]]
             gpulets.behind[place].clear()
             gpulets.abort(now, place)
+            for batch in batches:
+                if batch is not None and batch.offline and self._offline is not None:
+                    self._offline.give_back(batch.program, batch.offline)
             for request in chain.from_iterable(batch.ids for batch in batches if batch is not None):
                 if request in self._retried or self.deadlines_ms[request] <= now:
                     self.lose(now, Outcome.FAILED, (request,))
@@ -307,6 +319,8 @@ class Engine:
                     self.lose(now, Outcome.REJECTED, decision.request_ids)
                 elif type(decision) is Preempt:
                     gpulets.abort(now, gpulets.first + decision.gpulet)
+            if self._offline is not None:
+                self._offline.refill(scheduler, now)
 
     def lose(self, now: float, outcome: Outcome, requests: Sequence[int]) -> None:
         """End requests without an answer."""

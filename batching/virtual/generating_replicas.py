@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.step_scheduler import TRIES, emptiest
 from tenuto.batching.core.system import INF, GeneratingGpulet
+from tenuto.batching.virtual.offline_backlog import FIRST_OFFLINE, OfflineBacklog
 from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
 from tenuto.outcome import Outcome
+
+_FEW = 4  # pace: offline sequences that wait at a replica
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,17 @@ class GeneratingReplicas:
                 return
         self._lose(now, outcome, (request,))
 
+    def refill(self, now: float, offline: OfflineBacklog) -> None:
+        """Give replicas more offline sequences; their lengths are those of other requests of their model."""
+        for model, places in self.by_model.items():
+            for place in places:
+                steps = self.steps[place]
+                while steps.waiting_offline < _FEW and (sequence := offline.draw_sequence(model)) is not None:
+                    due_ms = steps.due_ms
+                    steps.add(now, *sequence, offline=True)
+                    if steps.due_ms != due_ms:
+                        heappush(self._events, (steps.due_ms, -1 - place, 0))
+
     def _is_taken(self, now: float, place: int, request: int) -> bool:
         replica, steps, tokens = self._replicas[place], self.steps[place], self._tokens
         if tokens is None:
@@ -118,4 +132,4 @@ class GeneratingReplicas:
         """End the replicas on gpu-lets that are lost; returns the requests that begin anew elsewhere, as their tokens
         are read again there."""
         lost = [one.steps for one in self._replicas if one.gpulet in gpulets and one.steps.due_ms < INF]
-        return [request for steps in lost for request in steps.stop(now)]
+        return [request for steps in lost for request in steps.stop(now) if request < FIRST_OFFLINE]

@@ -26,7 +26,7 @@ P99_SAMPLES = 459  # derived: with fewer, the 99th percentile has no 99 % confid
 class BatchLog:
     """Every batch that was started, in order of its end; columns are plain lists for speed."""
 
-    __slots__ = ("dispatched_ms", "finish_ms", "gpulet", "preempted", "program", "requests", "start_ms")
+    __slots__ = ("dispatched_ms", "finish_ms", "gpulet", "offline", "preempted", "program", "requests", "start_ms")
 
     def __init__(self) -> None:
         self.gpulet: list[int] = []
@@ -36,6 +36,7 @@ class BatchLog:
         self.start_ms: list[float] = []
         self.finish_ms: list[float] = []
         self.preempted: list[bool] = []
+        self.offline: list[int] = []  # requests in it beside those in `requests`
 
     def add(
         self,
@@ -46,6 +47,7 @@ class BatchLog:
         start_ms: float,
         finish_ms: float,
         preempted: bool,
+        offline: int = 0,
     ) -> None:
         """Record a batch that ended or was aborted."""
         self.gpulet.append(gpulet)
@@ -55,6 +57,7 @@ class BatchLog:
         self.start_ms.append(start_ms)
         self.finish_ms.append(finish_ms)
         self.preempted.append(preempted)
+        self.offline.append(offline)
 
 
 @dataclass(frozen=True)
@@ -187,13 +190,21 @@ class SimulationResult:
         busy = np.bincount(gpulet, weights=finish - start, minlength=len(self.system.gpulets))
         return busy.astype(np.float64)
 
-    def _ran(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        """Return when which gpu-let ran, within the measured window."""
+    def _ran(self, *, with_offline: bool = True) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return when which gpu-let ran, within the measured window; of a batch, offline requests have their part."""
         log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
-        busy = [(place, *span) for place, replica in self._writers() for span in replica.busy]
+        busy = [
+            (place, *span)
+            for place, replica in self._writers()
+            for span in (replica.busy if with_offline else replica.busy_online())
+        ]
         gpulet = np.array([*log.gpulet, *(place for place, _, _ in busy)], dtype=np.int64)
         start = np.array([*log.start_ms, *(begin for _, begin, _ in busy)], dtype=np.float64)
         finish = np.array([*log.finish_ms, *(end for _, _, end in busy)], dtype=np.float64)
+        if not with_offline:
+            offline = np.array(log.offline, dtype=np.float64)
+            part = offline / np.maximum(offline + np.array([len(ids) for ids in log.requests], dtype=np.float64), 1.0)
+            finish[: len(part)] -= part * (finish - start)[: len(part)]
         return gpulet, np.clip(start, low, high), np.clip(finish, low, high)
 
     def _writers(self) -> list[tuple[int, VirtualSteps]]:
@@ -201,9 +212,34 @@ class SimulationResult:
         replicas = self.writing.replicas if self.writing is not None else ()
         return [(one.gpulet, replica) for one, replica in zip(self.system.generating, replicas, strict=False)]
 
-    def gpu_busy_ms(self) -> dict[str, float]:
+    @property
+    def has_offline(self) -> bool:
+        """Whether offline requests ran."""
+        return any(self.batches.offline) or any(replica.offline_tokens for _, replica in self._writers())
+
+    def _offline_figures(self) -> dict[str, Any]:
+        """Return what offline requests had: how many of each model ended in the measured window, or how many of their
+        tokens were made, and which part of the time that others left idle on the GPUs."""
+        log, reported = self.batches, self.system.reported_of
+        ended: dict[str, float] = {}
+        for count, program, finish_ms in zip(log.offline, log.program, log.finish_ms, strict=True):
+            if count and self.warmup_s * 1000.0 <= finish_ms <= self.duration_s * 1000.0:
+                name = self.system.reported[reported[self.system.programs[program].members[0]]].name
+                ended[name] = ended.get(name, 0) + count
+        replicas = self._writers()
+        window_ms = self.window_s * 1000.0
+        both, others = (sum(self.gpu_busy_ms(with_offline=each).values()) for each in (True, False))
+        idle_ms = len(self.gpu_busy_ms()) * window_ms - others
+        return {
+            "requests": ended,
+            "tokens": sum(replica.offline_tokens for _, replica in replicas),
+            "part_of_idle": (both - others) / idle_ms if idle_ms > 0.0 else None,
+        }
+
+    def gpu_busy_ms(self, *, with_offline: bool = True) -> dict[str, float]:
         """Return the time each GPU ran at least one of its gpu-lets within the measured window."""
-        busy = self.busy_ms()
+        ran_on, start, finish = self._ran(with_offline=with_offline)
+        busy = np.bincount(ran_on, weights=finish - start, minlength=len(self.system.gpulets))
         members: dict[str, list[int]] = {}
         for index, gpulet in enumerate(self.system.gpulets):
             for gpu in gpulet.gpus:
@@ -211,7 +247,6 @@ class SimulationResult:
         result = {gpu: float(busy[indices[0]]) for gpu, indices in members.items() if len(indices) == 1}
         shared = {gpu: indices for gpu, indices in members.items() if len(indices) > 1}
         if shared:
-            ran_on, start, finish = self._ran()
             for gpu, indices in shared.items():
                 chosen = np.isin(ran_on, indices)
                 result[gpu] = _union_ms(start[chosen], finish[chosen])
@@ -236,6 +271,7 @@ class SimulationResult:
             "warmup_s": self.warmup_s,
             "preempted_batches": sum(self.batches.preempted),
             "schedulers": [self.scheduler.to_data()] if self.scheduler else [],
+            **({"offline": self._offline_figures()} if self.has_offline else {}),
         }
 
     def _model_figures(self, index: int, counts: NDArray[np.int64]) -> dict[str, Any]:
@@ -262,7 +298,7 @@ class SimulationResult:
     def _gpulet_figures(self, window_ms: float) -> dict[str, Any]:
         log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
         start = np.array(log.start_ms, dtype=np.float64)
-        inside = (start >= low) & (start < high)
+        inside = (start >= low) & (start < high) & (np.array([len(ids) for ids in log.requests], dtype=np.int64) > 0)
         gpulet = np.array(log.gpulet, dtype=np.int64)[inside]
         sizes = np.array([len(ids) for ids in log.requests], dtype=np.float64)[inside]
         rows = len(self.system.gpulets)

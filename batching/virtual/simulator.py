@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.engine import Engine, Follows
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.batching.virtual.writing import Writing
@@ -37,6 +38,7 @@ def simulate(
     tokens: RequestTokens | None = None,
     slos: Mapping[int, TokenSlo] | None = None,
     sizes: NDArray[np.int64] | None = None,
+    offline: OfflineBacklog | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
@@ -56,6 +58,7 @@ def simulate(
         tokens: of each request's prompt and output; needed when models generate.
         slos: of the models that generate, by index.
         sizes: a row for each request, in the order of its model's size classes; needed when models have these.
+        offline: what waits beside these requests; the run ends with them.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
@@ -78,6 +81,7 @@ def simulate(
         counted_from_ms=1000.0 * warmup_s + float(slo_ms.max(initial=0.0)),
         tokens=tokens,
         sizes=sizes,
+        offline=offline,
     )
     served = system.reported_served
     index = [model if model in served else -1 for model in range(len(reported))]
@@ -94,6 +98,9 @@ def simulate(
             lost.update(system.gpulets[place].id for place in gpulets)
             engine.stop_writing(until_ms, lost)
             engine.lose_gpulets(until_ms, gpulets)
+    if offline is not None:
+        engine.settle(max(1000.0 * duration_s, engine.now_ms), engine.now_ms)
+        offline.left.clear()
     engine.settle(INF, engine.now_ms)
     if follows is not None:
         engine.times_ms[engine.next : planned] = np.nan  # a run that was ended early did not reach these requests

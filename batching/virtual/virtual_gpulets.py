@@ -9,17 +9,20 @@ from heapq import heappush
 from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import System
 from tenuto.batching.virtual.interference import Interference
+from tenuto.batching.virtual.offline_backlog import FIRST_OFFLINE, online_of
 from tenuto.batching.virtual.result import BatchLog
 
 
 class EmulatedBatch:
     """A batch on a gpu-let, from its dispatch to its end."""
 
-    __slots__ = ("has_begun", "ids", "program", "ready_at", "sent_at", "start_at")
+    __slots__ = ("has_begun", "ids", "offline", "program", "ready_at", "sent_at", "size", "start_at")
 
     def __init__(self, program: int, ids: list[int], sent_at: float, ready_at: float) -> None:
         self.program = program
-        self.ids = ids
+        self.size = len(ids)
+        self.ids = online_of(ids) if ids[-1] >= FIRST_OFFLINE else ids
+        self.offline = self.size - len(self.ids)  # how many more are in it
         self.sent_at = sent_at
         self.ready_at = ready_at
         self.start_at = 0.0
@@ -83,7 +86,7 @@ class EmulatedGpulets:
         start = batch.start_at = now if now > batch.ready_at else batch.ready_at
         version = self.version[gpulet] = self.version[gpulet] + 1
         if gpulet not in self.interference.shared:
-            heappush(self.events, (start + self.latency[gpulet][batch.program][len(batch.ids)], gpulet, version))
+            heappush(self.events, (start + self.latency[gpulet][batch.program][batch.size], gpulet, version))
         elif start > now:
             batch.has_begun = False
             heappush(self.events, (start, gpulet, version))
@@ -96,7 +99,7 @@ class EmulatedGpulets:
         if batch is None:
             return
         batch.has_begun = True
-        work_ms = self.latency[gpulet][batch.program][len(batch.ids)]
+        work_ms = self.latency[gpulet][batch.program][batch.size]
         self._move(self.interference.begin(now, gpulet, batch.program, work_ms))
 
     def _move(self, finishes: list[tuple[int, float]]) -> None:
@@ -109,7 +112,7 @@ class EmulatedGpulets:
         batch = self.running[gpulet]
         if batch is None:
             return
-        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, batch.start_at, now, False)
+        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, batch.start_at, now, False, batch.offline)
         self._free(now, gpulet)
 
     def abort(self, now: float, gpulet: int) -> None:
@@ -118,7 +121,9 @@ class EmulatedGpulets:
         if batch is None:
             return
         self.version[gpulet] += 1
-        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, min(batch.start_at, now), now, True)
+        self.log.add(
+            gpulet, batch.program, batch.ids, batch.sent_at, min(batch.start_at, now), now, True, batch.offline
+        )
         self._free(now, gpulet)
 
     def _free(self, now: float, gpulet: int) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.step_scheduler import Step, StepLimits, StepOrder, StepScheduler, Unkept
 from tenuto.batching.core.system import INF
+from tenuto.batching.virtual.offline_backlog import FIRST_OFFLINE, online_of
 from tenuto.profiles import StepCost
 
 
@@ -35,7 +36,9 @@ class VirtualSteps:
 
     `first_ms` and `last_ms` have the times of each sequence's first and last token; `ended` those that ended since the
     caller emptied it. `busy` has (begin, end) of the times without a pause that are over. `steps` and `worked` count
-    the steps, and the sequences in all of them; `preempted` how often a sequence lost its memory.
+    the steps, and the sequences in all of them; `preempted` how often a sequence lost its memory. Offline sequences are
+    in none of these but `busy` and `steps`: `busy_offline` has the part that they added to steps, `offline_tokens` the
+    tokens that they read and made in them.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class VirtualSteps:
         self.ended: list[int] = []
         self.steps = self.worked = self.preempted = 0
         self.busy: list[tuple[float, float]] = []
+        self.busy_offline: list[tuple[float, float]] = []
+        self.offline_tokens = 0
         self._busy_from = 0.0
         self._ahead = decided_ahead
         self._current: Step | None = None
@@ -67,12 +72,15 @@ class VirtualSteps:
         output_tokens: int,
         first_by_ms: float = INF,
         tpot_ms: float = INF,
+        *,
+        offline: bool = False,
     ) -> Unkept | None:
         """Let a sequence arrive, after all that was due; return why it cannot run, or None."""
         self._cut(now_ms)
         # It is taken at the end of the step that runs, as by a gpu-let.
         begins_ms = now_ms if self.due_ms == INF else self.due_ms
-        refusal = self.scheduler.add(sequence, prompt_tokens, output_tokens, begins_ms, first_by_ms, tpot_ms)
+        bounds = begins_ms, first_by_ms, tpot_ms
+        refusal = self.scheduler.add(sequence, prompt_tokens, output_tokens, *bounds, offline=offline)
         if refusal is None and self._current is None:
             self._busy_from = now_ms
             self._begin(now_ms)
@@ -105,12 +113,13 @@ class VirtualSteps:
         self.steps += 1
         self.worked += step.sequences + len(step.chunks)
         self.preempted += len(step.preempted)
-        count, tokens = step.sequences, step.prompt_tokens
-        takes = self._token_ms * step.context_tokens + self._pair_ms * step.attention_pairs
-        if count:
-            takes += self._decode_ms[count]
-        if tokens:
-            takes += self._prefill_ms[tokens + count] - (self._prefill_ms[count] if count else 0.0)
+        count, tokens, takes = step.sequences, step.prompt_tokens, self._cost_ms(step)
+        if step.others is not None:
+            self.worked = self.worked - step.offline
+            self.offline_tokens += step.offline + tokens - step.others.prompt_tokens
+            more_ms = takes - self._cost_ms(step.others)
+            if more_ms > 0.0:
+                self.busy_offline.append((now_ms + takes - more_ms, now_ms + takes))
         self._start_ms, self._takes_ms, self._repeats = now_ms, takes, 0
         if not tokens and not step.last:
             self._repeats = max(0, self.scheduler.quiet_steps() - self._ahead)
@@ -125,6 +134,27 @@ class VirtualSteps:
                 self._next = self.scheduler.decide(self.due_ms)
         else:
             self.due_ms = self._end_of(self._repeats)
+
+    def _cost_ms(self, step: Step) -> float:
+        """Return how long a step takes."""
+        count, tokens = step.sequences, step.prompt_tokens
+        takes = self._token_ms * step.context_tokens + self._pair_ms * step.attention_pairs
+        if count:
+            takes += self._decode_ms[count]
+        if tokens:
+            takes += self._prefill_ms[tokens + count] - (self._prefill_ms[count] if count else 0.0)
+        return takes
+
+    def busy_online(self) -> list[tuple[float, float]]:
+        """Return `busy` without what offline sequences added."""
+        begins = sorted([begin for begin, _ in self.busy] + [end for _, end in self.busy_offline])
+        ends = sorted([end for _, end in self.busy] + [begin for begin, _ in self.busy_offline])
+        return [(begin, max(begin, end)) for begin, end in zip(begins, ends, strict=False)]
+
+    @property
+    def waiting_offline(self) -> int:
+        """Offline sequences that have not begun."""
+        return self.scheduler.waiting_offline
 
     def _end_of(self, repeats: int) -> float:
         """Return when the current step and so many like it have ended."""
@@ -166,11 +196,13 @@ class VirtualSteps:
         if step is None:
             return
         for sequence in step.first:
-            self.first_ms[sequence] = now_ms
+            if sequence < FIRST_OFFLINE:
+                self.first_ms[sequence] = now_ms
         if step.last:
-            for sequence in step.last:
+            ended = online_of(step.last)
+            for sequence in ended:
                 self.last_ms[sequence] = now_ms
-            self.ended += step.last
+            self.ended += ended
             self.scheduler.done(step)
         self._current, self._next = self._next, None
         self._begin(now_ms)

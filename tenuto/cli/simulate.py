@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from tenuto.batching.core.scheduler_status import describe_schedulers
 from tenuto.cli.common import command_line, notice, printed_as_json, say, tell
 from tenuto.cli.tables import percent, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
-from tenuto.errors import Problem, raise_if_any
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
 from tenuto.outcome import OUTCOMES
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.virtual import ControlledRun
 
+_DIGITS = 16  # limit: of a number of requests
 PROGRESS_S = 5.0  # format: time between two lines of progress
 
 
@@ -29,10 +31,21 @@ PROGRESS_S = 5.0  # format: time between two lines of progress
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option(
+    "--offline",
+    multiple=True,
+    metavar="MODEL[=N]",
+    help="Beside all else, N offline requests of MODEL wait, or more than can run; repeatable.",
+)
+@click.option(
     "--control", "control_file", metavar="FILE", help="Let a controller with these settings change the plan meanwhile."
 )
 def command(
-    arguments: VirtualArguments, rate_scale: float, folder: str | None, force: bool, control_file: str | None
+    arguments: VirtualArguments,
+    rate_scale: float,
+    folder: str | None,
+    force: bool,
+    offline: tuple[str, ...],
+    control_file: str | None,
 ) -> int:
     """Run PLAN in virtual time; or WORKLOAD, on a cluster in which every GPU hosts every model.
 
@@ -41,7 +54,7 @@ def command(
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
     if control_file is not None:
-        given = {"--output": folder, "--warmup-s": arguments.warmup_s}
+        given = {"--output": folder, "--warmup-s": arguments.warmup_s, "--offline": offline or None}
         raise_if_any(
             [
                 Problem(option, value, "is not for runs with --control", "Leave one of them away.")
@@ -50,7 +63,7 @@ def command(
             ]
         )
         return _run_controlled(arguments, control_file, rate_scale)
-    simulation = arguments.simulation()
+    simulation = arguments.simulation().with_offline(_backlog(offline))
     out = _report_folder(folder, force=force)
     run = simulation.run(rate_scale)
     for note in run.load.schedule.notes:
@@ -59,12 +72,31 @@ def command(
     if not printed_as_json(summary):
         print_run(summary)
         say(_in_words(summary, arguments.scheduler_name))
+        if "offline" in summary:
+            say(_offline_in_words(summary["offline"]))
         for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
             say(f"scheduler: {line}")
     if out is not None:
         _write_report(out, run, simulation, rate_scale)
         notice(f"report: {out / 'report.html'}")
     return _code(summary)
+
+
+def _backlog(given: Sequence[str]) -> dict[str, float]:
+    """Return how many offline requests there are, by model; inf: without an end."""
+    backlog: dict[str, float] = {}
+    for text in given:
+        name, sign, count = text.partition("=")
+        if sign and not (count.isdecimal() and len(count) < _DIGITS):
+            raise refused("--offline", text, "N is no number of requests", "Give MODEL or MODEL=1000.")
+        backlog[name] = float(count) if sign else math.inf
+    return backlog
+
+
+def _offline_in_words(figures: Mapping[str, Any]) -> str:
+    done = [f"{count:,} of {name}" for name, count in figures["requests"].items()]
+    done += [f"{figures['tokens']:,} tokens"] if figures["tokens"] else []
+    return f"offline: {', '.join(done)} in {percent(figures['part_of_idle'])} of the GPU time that others left idle"
 
 
 def _code(summary: Mapping[str, Any]) -> int:

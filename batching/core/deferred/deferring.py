@@ -368,6 +368,8 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
             queue.loss.serve(size)
         if allowance.is_limited:
             allowance.serve(size)
+        if self._offline is not None:
+            self._offline.note_other(pool, queue.batch.factor * pool.run[queue.program][size], now)
         if queue.siblings and not allowance.exceeds:
             self._send_with_others(queue, pool, skip, size, now)
         elif self._offline is not None and not queue.siblings:

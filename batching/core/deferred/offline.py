@@ -12,7 +12,8 @@ No two programs share a turn: each offline batch is of the program that had none
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import ceil, sqrt
+from itertools import islice
+from math import ceil, exp, sqrt
 
 from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
 from tenuto.batching.core.gpulets import Gpulets
@@ -29,6 +30,7 @@ class OfflineRequests:
         self.waiting: dict[int, dict[int, float]] = {}  # deadlines by program and request; whose turn it is comes first
         self._queues = queues
         self._gpulets = gpulets
+        self._busy: dict[int, tuple[float, float]] = {}  # by pool: see `_busy_ms`, and when that was
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of (deadline, program, request)
 
     def add(self, program: int, request_id: int, deadline: float) -> None:
@@ -46,10 +48,19 @@ class OfflineRequests:
             del self.waiting[program]
         return True
 
+    def note_other(self, pool: WaitingPool, run_ms: float, now: float) -> None:
+        """Note that a batch which is not offline takes so long on a gpu-let of a pool."""
+        self._busy[pool.index] = self._busy_ms(pool, now) + run_ms, now
+
+    def _busy_ms(self, pool: WaitingPool, now: float) -> float:
+        """Return how long such batches took on a pool in about the last second, the last ones in full."""
+        busy_ms, at = self._busy.get(pool.index, (0.0, now))
+        return busy_ms * exp((at - now) / ArrivalRate.RECENT_MS)
+
     def take_batch(self, program: int, count: int) -> list[int]:
         """Remove and return the requests of a program that came first. It is the turn of other programs then."""
         waiting = self.waiting.pop(program)
-        ids = list(waiting)[:count] if count < len(waiting) else list(waiting)
+        ids = list(islice(waiting, count))
         for request_id in ids:
             del waiting[request_id]
         if waiting:
@@ -110,7 +121,7 @@ class OfflineRequests:
     ) -> int:
         """Return the largest batch, up to `most` and else `least`, that leaves every program of the pool its slack."""
         rivals = self._rivals(pool, now, apart)
-        load = min(1.0, sum([queue.costs.busy / queue.costs.gpulets for _, queue, _ in rivals], 0.0))
+        load = min(1.0, self._busy_ms(pool, now) / (ArrivalRate.RECENT_MS * pool.size))
         low, high = least, most + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -131,9 +142,9 @@ class OfflineRequests:
             rate = queue.rate
             per_ms = 0.0 if rate.is_silent(now) else max(rate.rps or 0.0, rate.recent_rps) / 1000.0
             if queue.ids and queue is not apart:
-                rivals.append((queue.deadlines[0], queue, per_ms / queue.costs.gpulets))
+                rivals.append((queue.deadlines[0], queue, per_ms))
             elif per_ms:
-                rivals.append((now + queue.costs.budget_ms, queue, per_ms / queue.costs.gpulets))
+                rivals.append((now + queue.costs.budget_ms, queue, per_ms))
         rivals.sort(key=_deadline)
         return rivals
 
@@ -150,7 +161,7 @@ class OfflineRequests:
         for deadline, queue, per_ms in rivals:
             costs = queue.costs
             come = per_ms * ends_ms
-            count = ceil(len(queue.ids) / costs.gpulets + come + _CHANCE * sqrt(come))
+            count = ceil(len(queue.ids) + come + _CHANCE * sqrt(come))
             run = pool.run[queue.program]
             before_ms += queue.batch.factor * run[max(1, min(count, costs.longest, len(run) - 1))]
             slack_ms = deadline - now - self._gpulets.way_ms(1) - before_ms

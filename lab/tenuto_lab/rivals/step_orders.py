@@ -36,9 +36,9 @@ class PrefillFirst:
         cost = self.cost
         return now_ms + cost.ms(step.prompt_tokens, step.sequences, step.context_tokens, step.attention_pairs)
 
-    def longest_ms(self, load: TokenLoad) -> float:
+    def longest_ms(self, now_ms: float, load: TokenLoad) -> float:
         """Let offline sequences take any time."""
-        del load
+        del now_ms, load
         return math.inf
 
     def choose(self, now_ms: float, steps: StepScheduler) -> tuple[bool, int]:
