@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.profiles.gpu_types import sms_of_share
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
+from tenuto.profiles.measuring.size_grid import Axis, count_sizes, named_sizes
 from tenuto.profiles.measuring.timing import fit_points
 from tenuto.profiles.measuring.worker_process import LostWorkerError, WorkerProcess
 from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
@@ -41,9 +42,10 @@ class MeasureRequest:
     """What to measure of one model. `budget_s` is the time for the repetitions of all points together, without
     building.
 
-    `known` are points measured before, as (batch size, share in percent, sizes). They are not measured again. After
-    `time_limit_s`, with the time to build, no further point is begun. `sizes`: those of requests to measure, by name,
-    of a network whose inputs vary in shape; what is not there is measured at its most.
+    `known` are points measured before. They are not measured again. After `time_limit_s`, with the time to build, no
+    further point is begun. `sizes`: those of requests to measure, by name, of a network whose inputs vary in shape, or
+    the range in which as many are chosen as the cost needs (`tenuto.profiles.measuring.size_grid`); of what is not
+    there it is the range that the network takes.
     """
 
     source: str
@@ -54,21 +56,19 @@ class MeasureRequest:
     weights_path: str | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    known: tuple[tuple[int, float, Mapping[str, int]], ...] = ()
+    known: tuple[ProfilePoint, ...] = ()
     time_limit_s: float | None = None
     name: str = ""  # name of the profile row, if it is not that of the source
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, Axis] = field(default_factory=dict)
 
     def left(self) -> int:
-        """Return how many points have not been measured yet."""
-        cells = itertools.product(self.batch_sizes, self.shares, itertools.product(*self.sizes.values()))
-        return sum(
-            not any(
-                (batch, share) == (at_batch, at_share) and sizes == tuple(those.get(name) for name in self.sizes)
-                for at_batch, at_share, those in self.known
-            )
-            for batch, share, sizes in cells
-        )
+        """Return how many points have not been measured yet; with ranges it is at least 1, and about so many."""
+        fixed = {name: axis for name, axis in self.sizes.items() if isinstance(axis, tuple)}
+        if len(fixed) < len(self.sizes):
+            cells = len(self.batch_sizes) * len(self.shares) * count_sizes([*self.sizes.values()])
+            return max(1, cells - len(self.known))
+        known = {(p.batch_size, p.share_pct, *(p.sizes.get(name) for name in fixed)) for p in self.known}
+        return sum(cell not in known for cell in itertools.product(self.batch_sizes, self.shares, *fixed.values()))
 
     @property
     def row(self) -> str:
@@ -91,7 +91,8 @@ class MeasureRequest:
                 lookup(self.source)
             except InvalidInputError as error:
                 problems += error.problems
-        for size, values in self.sizes.items():
+        for size, axis in self.sizes.items():
+            values = named_sizes(axis)
             if not values or min(values) < 1:
                 problems.append(
                     Problem("--sizes", f"{size}={values}", "sizes are at least 1", "Write tokens=16,64,256.")
@@ -168,12 +169,11 @@ def measure_model(
         raise EnvironmentFaultError("measuring needs the package 'torch'. Run: pip install 'tenuto[serve]'")
     points: list[ProfilePoint] = list(before.points) if before else []
     doubts: list[str] = [doubt for doubt in before.doubts if doubt != STOPPED] if before else []
-    known = tuple((p.batch_size, p.share_pct, p.sizes) for p in points)
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
     run, pads, multiples = (before.run, before.pads, before.multiples) if before else (None, True, {})
-    for event in _all_events(replace(request, known=known), shares):
+    for event in _all_events(replace(request, known=tuple(points)), shares):
         match event:
             case Machine():
                 machine = event
@@ -219,8 +219,9 @@ def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Even
     """Run one process after another until none is left or the time is up.
 
     A process stops by itself between two points. To kill a process at work on a GPU may harm other CUDA MPS clients.
+    Each knows the points of those before it.
     """
-    began = time.monotonic()
+    began, known = time.monotonic(), request.known
     for part in _parts(request, shares):
         if request.time_limit_s is not None:
             left_s = request.time_limit_s - (time.monotonic() - began)
@@ -228,7 +229,8 @@ def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Even
                 yield StoppedEarly()
                 return
             part = replace(part, time_limit_s=left_s)
-        for event in _events(part, shares):
+        for event in _events(replace(part, known=known), shares):
+            known = (*known, event.point) if isinstance(event, PointMeasured) else known
             if isinstance(event, Machine) and event.device == "cuda" and shares is not None:
                 check_share(part.shares[0], event.sm_count, shares)
             yield event

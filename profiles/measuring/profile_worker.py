@@ -7,16 +7,15 @@ run by hand.
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tenuto.errors import TenutoError, first_line, one_of, refused
+from tenuto.errors import TenutoError, first_line
 from tenuto.profiles.gpu_types import gpu_type_of
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, StoppedEarly
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace
@@ -25,10 +24,11 @@ from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
 from tenuto.profiles.measuring.memory_meter import CudaMemory, MemoryMeter, ResidentMemory, reserved_mib
 from tenuto.profiles.measuring.row_check import check_rows
+from tenuto.profiles.measuring.size_grid import Axis, count_sizes, largest, next_sizes, size_axes, smallest
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
 from tenuto.profiles.measuring.timing import AGREEMENT_PCT, measure_repeatedly
 from tenuto.profiles.measuring.worker_process import serve_parent
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, is_exported, is_factory, lookup
+from tenuto.profiles.networks.catalogue import LoadedModel, is_exported, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.inputs import as_blocks, random_inputs, sends_pixels
@@ -36,6 +36,7 @@ from tenuto.profiles.networks.model_options import ModelOptions, RunOptions, wit
 from tenuto.profiles.networks.programs import capability_of, lone_program
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner
 from tenuto.profiles.profile import ProfilePoint
+from tenuto.profiles.size_classes import Sizes
 
 Report = Callable[[Event], None]
 Record = Callable[[Callable[[], object]], KernelTrace]
@@ -104,17 +105,16 @@ def measure_points(
     pads = signature.padded_sizes >= {*signature.sizes}
     multiples = {name: allowed.multiple for name, allowed in signature.sizes.items() if allowed.multiple > 1}
     report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data(), pads, multiples))
-    budget_s = request.budget_s / max(1, request.left())
+    axes = size_axes(signature, request.sizes)
+    cells = len(request.batch_sizes) * len(request.shares) * count_sizes(axes) - len(request.known)
+    budget_s = request.budget_s / max(1, cells)
     instruments = _Instruments(memory, clock_s, telemetry, record, report)
     unequal: list[str] = []
     notes: list[str] | None = None
-    grid = measured_sizes(loaded.signature, request.sizes)
-    for share, sizes in itertools.product(sorted(request.shares, reverse=True), grid):
+    for share, sizes, times in _cells(axes, request):
         if device == "cpu":
             torch.set_num_threads(cpu_threads(share))
-        named = dict(zip(loaded.signature.sizes, sizes, strict=True))
-        known = {batch for batch, at, those in request.known if (at, those) == (share, named)}
-        for size in sorted(set(request.batch_sizes) - known):
+        for size in sorted(set(request.batch_sizes) - times.keys()):
             if request.time_limit_s is not None and clock_s() - began_s >= request.time_limit_s:
                 report(StoppedEarly())
                 return
@@ -125,8 +125,9 @@ def measure_points(
                     Doubt(f"{_where(size, sizes, ' and above')} at {share:g} %: out of memory ({first_line(error)})")
                 )
                 break
+            times[size] = point.latency_ms
             if notes is None:  # after the smallest point, whose memory would else be that of the check
-                notes = _row_notes(runner, grid, request)
+                notes = _row_notes(runner, [tuple(map(end, axes)) for end in (smallest, largest)], request)
             report(PointMeasured(point))
             if point.metrics["uncertainty_pct"] > _NOISY_PCT:
                 report(Doubt(_noisy(point)))
@@ -139,23 +140,22 @@ def measure_points(
         report(Doubt(text))
 
 
-def measured_sizes(signature: ModelSignature, asked: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the sizes to measure, smallest first: every combination of those that are asked for; `[()]` for fixed
-    shapes. A size that is not asked for has its most.
-
-    Raises:
-        InvalidInputError: the network has no such size, or does not take it.
-    """
-    for name, values in asked.items():
-        allowed = signature.sizes.get(name)
-        if allowed is None:
-            raise refused("--sizes", name, "is no size of the network", one_of(name, list(signature.sizes), "It has:"))
-        wrong = [size for size in values if not allowed.least <= size <= allowed.most or size % allowed.multiple]
-        if wrong:
-            taken = f"{allowed.least} to {allowed.most}, multiples of {allowed.multiple}"
-            raise refused("--sizes", f"{name}={wrong[0]}", f"the network takes {taken}", "Measure sizes that it takes.")
-    chosen = [tuple(asked.get(name, (allowed.most,))) for name, allowed in signature.sizes.items()]
-    return sorted(itertools.product(*chosen))
+def _cells(axes: Sequence[Axis], request: MeasureRequest) -> Iterator[tuple[float, Sizes, dict[int, float]]]:
+    """Yield the shares and sizes to measure, with what batches are known to take there by batch size; the caller adds
+    what it measures. The largest share says which sizes the others are measured at, too."""
+    known: dict[float, dict[Sizes, dict[int, float]]] = {}
+    for point in request.known:
+        at = known.setdefault(point.share_pct, {}).setdefault(tuple(point.sizes.values()), {})
+        at[point.batch_size] = point.latency_ms
+    first = max((*request.shares, *known))
+    chosen: dict[Sizes, dict[int, float]] = {}
+    while (sizes := next_sizes(axes, chosen)) is not None:
+        chosen[sizes] = known.get(first, {}).get(sizes, {})
+        if first in request.shares:
+            yield first, sizes, chosen[sizes]
+    for share in sorted(set(request.shares) - {first}, reverse=True):
+        for sizes in chosen:
+            yield share, sizes, known.get(share, {}).get(sizes, {})
 
 
 def _row_notes(runner: ProgramRunner, grid: Sequence[tuple[int, ...]], request: MeasureRequest) -> list[str]:
@@ -336,7 +336,7 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     memory: MemoryMeter = CudaMemory() if device == "cuda" else ResidentMemory()
     given = options.build
     if is_exported(request.source):
-        given = with_most_sizes(given, {name: max(values) for name, values in request.sizes.items()})
+        given = with_most_sizes(given, {name: largest(axis) for name, axis in request.sizes.items()})
     loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=given)
     measure_points(
         loaded,

@@ -42,6 +42,12 @@ def check_rows(runner: ProgramRunner, sizes: Sequence[tuple[int, ...]], most_row
     one, two = (_first_outputs(runner, name, [row, {**each, **common}]) for each in (beside, other))
     rule, cure = "the rows of a batch change each other's outputs", _cure(signature)
     notes = [*_judge(name, one, two, rule, cure), *_judge(name, alone, one, rule, cure)]
+    if empty := [
+        key for key, array in alone.items() if array.dtype.kind == "f" and array.size and np.isnan(array).all()
+    ]:
+        notes.append(
+            f"{', '.join(empty)}: nothing but NaN for made-up inputs; give it values that it takes (`example`)"
+        )
     if smallest != largest and signature.padded_sizes:
         longer = _row(signature, largest, seed)
         padded = _first_outputs(runner, name, [row, {**longer, **common}])
@@ -69,7 +75,7 @@ def _first_outputs(runner: ProgramRunner, name: str, rows: Sequence[Row]) -> Row
     """Return the outputs of the first row of a batch."""
     blocks = {key: [row[key] for row in rows] for key in rows[0]}
     outputs, _ = runner.run_timed({name: blocks}, {name: len(rows)})
-    return {key: array[0] for key, array in outputs[name][0].items()}
+    return {key: array[:1] for key, array in outputs[name][0].items()}
 
 
 def _judge(name: str, expected: Row, measured: Row, rule: str, cure: str) -> list[str]:

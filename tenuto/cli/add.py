@@ -72,6 +72,7 @@ def command(
     Example: tenuto add det.onnx --sizes height=320,640 --sizes width=320,640 -o workload.yaml
     """
     from tenuto.profiles.measuring.measure import MeasureRequest, row_name
+    from tenuto.profiles.measuring.size_grid import largest, named_sizes
 
     if folder is not None and model.endswith(".gguf"):
         from tenuto.profiles.networks.gguf_files import unpack_gguf
@@ -90,7 +91,7 @@ def command(
     else:
         given, grid = parse_pairs(options), parse_sizes(sizes)
         if grid and is_exported(source):
-            given["sizes"] = {key: max(values) for key, values in grid.items()} | given.get("sizes", {})
+            given["sizes"] = {key: largest(axis) for key, axis in grid.items()} | given.get("sizes", {})
         if pad:
             given["pad"] = {key: parse_number(text) for key, text in named_values("--pad", pad, "image=0").items()}
         signature = _signature(source, given)
@@ -99,7 +100,9 @@ def command(
         if not wants_json():
             say("\n".join(description))
         _refuse_unlimited(source, signature)
-        request = MeasureRequest(source, batch_sizes=(1, 2), budget_s=_BUDGET_S, options=given, sizes=grid, name=name)
+        tops = {name: (allowed.most,) for name, allowed in signature.sizes.items()}
+        fixed = {**tops, **{name: named_sizes(axis) for name, axis in grid.items()}}
+        request = MeasureRequest(source, batch_sizes=(1, 2), budget_s=_BUDGET_S, options=given, sizes=fixed, name=name)
         alone_ms, notes = _run(request, has_batch=has_batch)
         more = {"slo_ms": slo_ms or max(_LEAST_SLO_MS, round(_SLO_FACTOR * alone_ms, 1))}
         if given:

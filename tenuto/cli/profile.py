@@ -31,10 +31,12 @@ from tenuto.mps.gpu_shares import shares_of
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model
 from tenuto.profiles.measuring.profile_writer import ProfileWriter
+from tenuto.profiles.measuring.size_grid import Axis
+from tenuto.profiles.networks.catalogue import SizeRange
 from tenuto.profiles.networks.model_options import ShapeOptions
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
-_PARTS = (0.5, 0.9, 1.0)  # default: of the sizes that a workload says come, those that are measured
+_FEW = 0.05  # default: of the requests of a workload, those that are smaller than the smallest measured size
 _NEARLY_ALL = 0.999  # default: of sizes without an end
 
 
@@ -57,9 +59,9 @@ _NEARLY_ALL = 0.999  # default: of sizes without an end
 @click.option(
     "--sizes",
     multiple=True,
-    metavar="NAME=N,N…",
-    help="Sizes of requests to measure, of a network whose inputs vary in shape; repeatable. Default: the largest; of "
-    "a workload, its median, 90 % and largest.",
+    metavar="NAME=N,N…|N..M",
+    help="Sizes of requests to measure, of a network whose inputs vary in shape, or a range of them; repeatable. "
+    "Default: the range that the network takes, or that comes by the workload.",
 )
 @click.option(
     "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, without the time to build it."
@@ -112,7 +114,8 @@ def command(
     --resume continues. A network whose rows depend on each other is refused: requests share batches.
 
     Where inputs vary in shape, --sizes tokens=16,64,256 measures every batch size at each of these sizes, by the file's
-    own names.
+    own names. --sizes tokens=16..256 measures the two ends, and then sizes between them until the time of a batch is
+    off by at most 10 % at a size that is left out.
 
     MODEL may be a workload (workload.yaml): each of its models is measured with its own options, weights and sizes.
 
@@ -227,33 +230,36 @@ def _of_workload(models: tuple[str, ...], names: tuple[str, ...], settings: Mapp
     return list(requests.values())
 
 
-def _sizes_of(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the sizes at which to measure a model, by name: some of those that come, as its options allow them."""
+def _sizes_of(spec: ModelSpec) -> Iterator[tuple[str, Axis]]:
+    """Yield the range of sizes in which to measure a model, by name: of those that come, as its options allow them."""
     ranges = parse_document(
         ShapeOptions, {"sizes": spec.options.get("sizes", {})}, origin=f"models.{spec.name}.options"
     ).sizes
     for name, lengths in spec.sizes.items():
-        parts = (part if part < 1.0 or lengths.most < math.inf else _NEARLY_ALL for part in _PARTS)
-        sizes = {math.ceil(lengths.quantile(part)) for part in parts}
+        parts = (_FEW, 1.0 if lengths.most < math.inf else _NEARLY_ALL)
+        least, most = (math.ceil(lengths.quantile(part)) for part in parts)
         if name in ranges:
             allowed = ranges[name]
-            sizes = {
-                min(allowed.most, -(-max(allowed.least, size) // allowed.multiple) * allowed.multiple) for size in sizes
-            }
-        yield name, tuple(sorted(sizes))
+            least, most = (
+                min(allowed.most, -(-max(allowed.least, size) // allowed.multiple) * allowed.multiple)
+                for size in (least, most)
+            )
+        yield name, (most,) if least == most else SizeRange(most, least)
 
 
-def parse_sizes(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes to measure by name, from NAME=N,N texts; raises `InvalidInputError`."""
-    sizes: dict[str, tuple[int, ...]] = {}
+def parse_sizes(given: Sequence[str]) -> dict[str, Axis]:
+    """Return the sizes to measure by name, from NAME=N,N or NAME=N..M texts; raises `InvalidInputError`."""
+    sizes: dict[str, Axis] = {}
     for text in given:
         name, _, numbers = text.partition("=")
-        values = [number.strip() for number in numbers.split(",")]
+        is_range = ".." in numbers
+        values = [number.strip() for number in (numbers.split("..") if is_range else numbers.split(","))]
         if not name or name in sizes or not all(value.isdecimal() and len(value) < 10 for value in values):
-            raise refused(
-                "--sizes", text, "must name a size once, with whole numbers", "Write --sizes tokens=16,64,256."
-            )
-        sizes[name] = tuple(sorted({int(value) for value in values}))
+            cure = "Write --sizes tokens=16,64,256, or a range: --sizes tokens=16..256."
+            raise refused("--sizes", text, "must name a size once, with whole numbers", cure)
+        ends = sorted({int(value) for value in values})
+        is_range = is_range and len(values) == 2 and len(ends) == 2
+        sizes[name] = SizeRange(ends[1], ends[0]) if is_range else tuple(ends)
     return sizes
 
 
@@ -262,11 +268,10 @@ def _measure(
 ) -> tuple[int, BaseException | None]:
     """Measure one model after another; after Ctrl-C or a fault, return how many are finished, and the reason."""
     before = {request.row: writer.before(request.row, request) for request in requests}
-    have = {
-        name: tuple((p.batch_size, p.share_pct, p.sizes) for p in known.points) if known else ()
-        for name, known in before.items()
+    left = {
+        request.row: replace(request, known=known.points if (known := before[request.row]) else ()).left()
+        for request in requests
     }
-    left = {r.row: replace(r, known=have[r.row]).left() for r in requests}
     console = progress_console()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     finished = done = 0

@@ -54,6 +54,14 @@ def test_a_file_is_told_asked_for_sizes_and_written(capsys: pytest.CaptureFixtur
     assert (net.source, net.options) == (str(Path("net.onnx").resolve()), {"sizes": {"tokens": 16}, "pad": {"x": 0}})
 
 
+def test_one_text_a_request_is_compared_as_numbers_are(capsys: pytest.CaptureFixture[str]) -> None:
+    make, kind = onnx.helper, onnx.TensorProto.STRING
+    x, y = (make.make_tensor_value_info(name, kind, ["batch"]) for name in "xy")
+    graph = make.make_graph([make.make_node("StringConcat", ["x", "x"], ["y"])], "net", [x], [y])
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 20)], ir_version=9), "net.onnx")
+    assert "rows of a batch: as rows alone" in added(capsys, "net.onnx")[0]
+
+
 def test_rows_that_depend_on_each_other_are_told_the_option_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     save("Softmax", ["batch", 4], axis=0)
     _, err = added(capsys, "net.onnx", code=2)

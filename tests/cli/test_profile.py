@@ -10,6 +10,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles import Fit, ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import Measurement, MeasureRequest
+from tenuto.profiles.networks.catalogue import SizeRange
 
 
 def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measurement:
@@ -103,8 +104,8 @@ def test_a_workload_is_measured_with_the_options_and_sizes_of_each_model(
     assert code == 0
     assert "writes generates: measure it by `tenuto profile --generates folder --name writes`" in err
     assert list(asked) == list(Profile.load("p.yaml").models) == ["detect", "words", "row"]
-    assert asked["detect"].sizes == {"height": (160, 320)}
-    assert asked["words"].sizes == {"tokens": (40, 112, 474)}  # the median, 90 % and 99.9 %
+    assert asked["detect"].sizes == {"height": SizeRange(320, 128)}
+    assert asked["words"].sizes == {"tokens": SizeRange(474, 11)}  # from 5 % to 99.9 %
     assert asked["detect"].options["pad"] == {"x": 0}
     assert asked["words"].options == {"dtype": "bf16"}
     assert (asked["row"].source, asked["row"].weights_path, asked["row"].sizes) == ("resnet50", "w.pt", {})
@@ -314,7 +315,8 @@ def test_a_file_is_measured_at_the_sizes_that_are_named(
     assert Profile.load("cpu.yaml").models["net"].points == points
     assert "between the measured sizes" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
-        main([*asked, "--sizes", "tokens=4,8,16", "--resume"])
+        main([*asked, "--sizes", "tokens=4..16", "--resume"])
     net = Profile.load("cpu.yaml").models["net"]
+    assert [sizes for sizes in net.measured_sizes if sizes in ((4,), (8,), (16,))] == [(4,), (8,), (16,)]
     assert net.size_fit == net.fit_sizes() is not None
     assert "net: between the measured sizes, as a measured size that is left out: off by" in capsys.readouterr().out

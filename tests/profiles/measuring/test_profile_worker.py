@@ -90,7 +90,8 @@ def test_no_point_begins_after_the_time_limit() -> None:
 
 
 def test_known_points_are_not_measured_again() -> None:
-    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, known=((1, 100.0, {}), (4, 100.0, {})))
+    known = tuple(ProfilePoint(batch_size=size, latency_ms=1.0) for size in (1, 4))
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, known=known)
     assert [point.batch_size for point in points_of(measured_events(request))] == [2]
     assert request.left() == 1
 
@@ -132,16 +133,26 @@ def sized(request: MeasureRequest) -> list[Event]:
 
 
 def test_every_batch_is_measured_at_every_combination_of_the_sizes_asked_for() -> None:
-    request = MeasureRequest(OWN, batch_sizes=(1, 2), budget_s=0.02, sizes={"n": (1, 4)})
+    request = MeasureRequest(OWN, batch_sizes=(1, 2), budget_s=0.02, sizes={"n": (1, 4), "m": (6,)})
     assert request.left() == 4
     points = points_of(sized(request))
     assert [(p.sizes, p.batch_size) for p in points] == [({"n": n, "m": 6}, batch) for n in (1, 4) for batch in (1, 2)]
-    known = tuple((p.batch_size, p.share_pct, p.sizes) for p in points[:3])
-    rest = replace(request, known=known)
+    rest = replace(request, known=tuple(points[:3]))
     assert rest.left() == 1
     assert [(p.sizes, p.batch_size) for p in points_of(sized(rest))] == [({"n": 4, "m": 6}, 2)]
-    largest = points_of(sized(MeasureRequest(OWN, batch_sizes=(1,), budget_s=0.02)))
-    assert [p.sizes for p in largest] == [{"n": 8, "m": 6}]
+
+
+def test_what_is_not_asked_for_is_measured_in_its_range_and_every_share_at_the_same_sizes() -> None:
+    request = MeasureRequest(OWN, batch_sizes=(1,), shares=(50.0, 100.0), budget_s=0.02)
+    points = points_of(sized(request))
+    whole = [tuple(p.sizes.values()) for p in points if p.share_pct == 100.0]
+    assert {(1, 2), (1, 6), (8, 2), (8, 6)} <= {*whole}
+    assert [tuple(p.sizes.values()) for p in points if p.share_pct == 50.0] == whole
+    # A process of another share, and one that goes on, find the same sizes.
+    other = replace(request, shares=(50.0,), known=tuple(p for p in points if p.share_pct == 100.0))
+    assert [tuple(p.sizes.values()) for p in points_of(sized(other))] == whole
+    rest = points_of(sized(replace(request, known=tuple(points[:-1]))))
+    assert [(p.share_pct, p.sizes) for p in rest] == [(50.0, points[-1].sizes)]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ def test_a_small_difference_is_only_noted() -> None:
     assert note.startswith("the rows of a batch change each other's outputs: z by 2 %")
 
 
+def test_an_output_without_any_number_is_noted() -> None:
+    (note,) = checked(lambda x: (x.sum(1), x.sum(1) * torch.nan))
+    assert note.startswith("z: nothing but NaN for made-up inputs")
+
+
 def test_padding_must_not_change_what_a_row_gives() -> None:
     sizes = {"n": SizeRange(9)}
 
