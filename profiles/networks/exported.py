@@ -244,7 +244,14 @@ def _signature(
     known = {names.get(symbol, symbol): allowed for symbol, allowed in ranges.items()}
     sizes = _sizes(path, taken, options, known, unlimited)
     platform = {".onnx": "onnx", ".pt": "torchscript"}.get(path.suffix, "torch.export")
-    signature = ModelSignature("tensor", tuple(taken), tuple(given), platform=platform, sizes=sizes, batch=batch)
+    if options.labels and (not given or given[0].shape != (len(options.labels),)):
+        rule = (
+            f"has {len(options.labels)} names, and a request's first output is {list(given[0].shape) if given else []}"
+        )
+        raise refused(f"options of {path}: labels", None, rule, "Give one for each of its entries.")
+    signature = ModelSignature(
+        "tensor", tuple(taken), tuple(given), labels=options.labels, platform=platform, sizes=sizes, batch=batch
+    )
     if options.pad and sizes and not signature.padded_sizes:
         unknown = [
             f"{t.name} {list(t.shape)}" for t in given if any(isinstance(d, str) and d not in sizes for d in t.shape)

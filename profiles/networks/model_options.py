@@ -47,7 +47,8 @@ class ShapeOptions(StrictModel):
     which an input may be filled up to a longer size. `shapes`: the dimensions of a tensor by name, all of them, with
     the word `batch` for that of the batch, where the file has no names, other ones, or none of the batch. `types`: of
     the tensors of TorchScript, float32 where they are not named; its `shapes` list the inputs first.
-    `example`: the value of an input in made-up requests, for networks that do not run with any number.
+    `example`: the value of an input in made-up requests, for networks that do not run with any number. `labels`: names
+    of the entries of the first output.
     """
 
     sizes: dict[str, SizeRange] = Field(default_factory=dict)
@@ -55,6 +56,7 @@ class ShapeOptions(StrictModel):
     shapes: dict[str, tuple[int | str, ...]] = Field(default_factory=dict)
     types: dict[str, str] = Field(default_factory=dict)
     example: dict[str, float] = Field(default_factory=dict)
+    labels: tuple[str, ...] = ()
 
     @field_validator("sizes", mode="before")
     @classmethod

@@ -13,16 +13,18 @@ from tenuto.cli.common import json_option, notice, output_option, printed_as_jso
     "--rate",
     "rate_rps",
     type=click.FloatRange(0, min_open=True),
-    required=True,
+    default=10.0,
     metavar="RPS",
     help="Requests per second to plan for each model; a repository does not say them.",
+    show_default=True,
 )
 @click.option(
     "--slo-ms",
     type=click.FloatRange(0, min_open=True),
-    required=True,
+    default=100.0,
     metavar="MS",
     help="Time for an answer, for models whose queue policy names no timeout.",
+    show_default=True,
 )
 @output_option("Write the workload here.")
 @json_option

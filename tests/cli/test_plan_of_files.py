@@ -15,7 +15,8 @@ import pytest
 from tenuto.cli import main
 from tenuto.documents import dump_yaml
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.networks.models import build
+from tenuto.placement import Workload
+from tenuto.profiles.networks.models import build, describe
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -138,6 +139,25 @@ def test_sizes_that_the_network_does_not_take_are_refused(
 ) -> None:
     save()
     assert said in planned(capsys, 2, profile="sized", sizes={"tokens": sizes}, options=options)
+
+
+def test_a_model_imported_from_triton_keeps_its_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tritonclient")
+    save(shape=("batch", 3))
+    Path("repository/net/1").mkdir(parents=True)
+    Path("net.onnx").rename("repository/net/1/model.onnx")
+    Path("repository/net/labels.txt").write_text("a\nb\nc\n")
+    output = 'output [{ name: "y" data_type: TYPE_FP32 dims: [3] label_filename: "labels.txt" }]'
+    Path("repository/net/config.pbtxt").write_text(f'backend: "onnxruntime" max_batch_size: 8 {output}')
+    with pytest.raises(SystemExit, match="0"):
+        main(["import", "repository", "-o", "w.yaml"])
+    (model,) = Workload.load("w.yaml").models
+    assert (model.rate_rps, model.slo_ms) == (10.0, 100.0)
+    signature = describe(str(model.source), options=model.options)
+    assert signature is not None
+    assert signature.labels == ("a", "b", "c")
+    said = planned(capsys, 2, source=model.source, options={"labels": ["a", "b"]})
+    assert "has 2 names, and a request's first output is [3]. Give one for each of its entries." in said
 
 
 def test_a_file_that_is_elsewhere_is_named(capsys: pytest.CaptureFixture[str]) -> None:
