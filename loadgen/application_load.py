@@ -22,6 +22,7 @@ from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application, in_order
+from tenuto.placement.generation_capacity import with_lengths
 from tenuto.placement.workload import draw_sizes, own_demands
 
 
@@ -109,6 +110,11 @@ class Joins:
             return None
         self._sent[call].add(request)
         return run.deadline_ms(self._stage[request], now_ms)
+
+    def whole_by_ms(self, request: int) -> float | None:
+        """Return when a stage must have the whole answer of a request; None for a request that is no stage's."""
+        run = self._runs.get(self._owner[request])
+        return None if run is None else run.latest_end_ms(self._stage[request])
 
     def answered(self, requests: Iterable[int], now_ms: float) -> list[tuple[int, float | None]]:
         """Return the requests that are due because these were answered, each with its deadline in ms, and those that
@@ -246,9 +252,36 @@ def make_application_load(
         ),
         applications=tuple(applications),
         schedule=schedule,
-        tokens=None if schedule.tokens is None else schedule.tokens.of(entry),
+        tokens=_tokens(models, applications, schedule, entry, stage[order], seed),
         sizes=sizes_of_rows,
     )
+
+
+def _tokens(
+    models: Sequence[ModelSpec],
+    applications: Sequence[Application],
+    schedule: Schedule,
+    entry: NDArray[np.int64],
+    stage: NDArray[np.int32],
+    seed: int,
+) -> RequestTokens | None:
+    """Return the tokens of each request, by its arrival and its stage; None where no model generates."""
+    writing = {spec.name: with_lengths(spec).generates for spec in models if spec.generates is not None}
+    if not writing:
+        return None
+    none = np.zeros(len(schedule.times_ms), np.int64)
+    tokens = (schedule.tokens or RequestTokens(none, none)).of(entry)
+    for number, app in enumerate(applications, len(schedule.names) - len(applications)):
+        for place, each in enumerate(app.stages):
+            generates = writing.get(app.model_name(each))
+            if generates is not None and generates.prompt_tokens is not None and generates.output_tokens is not None:
+                mine = np.flatnonzero((schedule.model_index[entry] == number) & (stage == place))
+                lengths = (tokens.prompt, generates.prompt_tokens), (tokens.output, generates.output_tokens)
+                for name, (column, drawn) in zip(("prompt_tokens", "output_tokens"), lengths, strict=True):
+                    column[mine] = drawn.draw(len(mine), seed_for(seed, name, app.name, each.label))
+                if each.parameters is not None and each.parameters.max_tokens is not None:
+                    tokens.output[mine] = np.minimum(tokens.output[mine], each.parameters.max_tokens)
+    return tokens
 
 
 class _Requests(NamedTuple):

@@ -63,7 +63,6 @@ class Simulation:
         Raises:
             InvalidInputError: the plan cannot be scheduled.
         """
-        _refuse_beside_generating(plan.models, plan.applications)
         for gpulet in plan.gpulets:
             if len(gpulet.models) > 1 and any(replica.steps is not None for replica in gpulet.models):
                 rule = "a model that generates cannot be simulated beside others on its gpu-let"
@@ -98,7 +97,6 @@ class Simulation:
         Raises:
             InvalidInputError: no GPU can serve a model, for example because no batch can meet its SLO.
         """
-        _refuse_beside_generating(workload.models, workload.applications)
         workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
         system = everywhere(workload, cluster, profiles, network)
         applications = scaled_slos(beside(workload.applications, folder), slo_scale)
@@ -337,13 +335,6 @@ def _records_of_clients(records: Records, load: ApplicationLoad, joins: Joins) -
     calls.outcome, calls.stage_ms = joins.outcome, joins.stage_ms
     calls.status = np.array([outcome.http_status for outcome in Outcome], np.int32)[joins.outcome]
     return merge([alone, calls])
-
-
-def _refuse_beside_generating(models: Sequence[ModelSpec], applications: Sequence[Application]) -> None:
-    names = ", ".join(spec.name for spec in models if spec.generates is not None)
-    if names and applications:
-        rule = "generates; applications cannot be simulated beside that"
-        raise refused("models", names, rule, "Leave applications out.")
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:

@@ -65,7 +65,7 @@ def summarise(
         for application in applications
     }
     models = {name: _model(mine) for name, mine in by_name.items()}
-    for name in generating:
+    for name in models.keys() & set(generating):
         models[name] |= _tokens(by_name[name].where(by_name[name].status == 200), length_s)
     summary: dict[str, Any] = {
         "offered_rps": len(measured) / length_s,

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, repeated
 from tenuto.errors import Problem, one_of
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.generates import Lengths
+from tenuto.placement.generates import Generates, GenerationParameters, Lengths, TokenSlo
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.networks.catalogue import is_factory
 
@@ -40,6 +40,8 @@ class Stage(StrictModel):
     neither takes the application's inputs that have the names of its model's inputs. With `allow_missing`, the
     application goes on when requests of this stage are lost.
 
+    A model that generates takes a prompt as `text_input` or as `input_ids`, and `parameters` say how its text goes on.
+
     When a stage has a `part`, the deadline is split in proportion to the parts; else the planner splits it.
     """
 
@@ -58,6 +60,9 @@ class Stage(StrictModel):
     sizes: dict[str, Lengths] = Field(default_factory=dict)
     weights_path: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    generates: Generates | None = None
+    slo: TokenSlo | None = None
+    parameters: GenerationParameters | None = None  # of what is generated
     shared: bool = False  # derived: `model` is a model of the workload
     budget_ms: Annotated[float, Field(gt=0)] | None = None  # derived: of the application's SLO, as the planner split it
 
@@ -81,7 +86,7 @@ class Stage(StrictModel):
     @property
     def own_keys(self) -> list[str]:
         """The keys given that say what a model is, which a shared model says itself."""
-        keys = ("source", "profile", "latency", "sizes", "weights_path", "options")
+        keys = ("source", "profile", "latency", "sizes", "weights_path", "options", "generates", "slo")
         return [key for key in keys if getattr(self, key)]
 
     @field_validator("map")

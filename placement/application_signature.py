@@ -11,7 +11,29 @@ from tenuto.placement.application import Application, Stage
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, SizeRange, TensorSignature
 
 BODY = "body"  # the input of an application whose inputs are made by functions alone
+# The inputs of a stage that generates, of which it has one: a text, tokens, or what a function made, as JSON.
+TEXT_INPUT, INPUT_IDS, PROMPT = "text_input", "input_ids", "prompt"
+_READ = "tokens_read"
 _MOST_BODY_BYTES = 1 << 24  # limit: of that input, such as a picture
+
+
+def stage_signature(stage: Stage, model: ModelSignature) -> ModelSignature:
+    """Return the tensors of a stage with this model. One that generates takes a prompt, and makes a text, the tokens of
+    it, and the reason for its end."""
+    limits = model.generates
+    if limits is None:
+        return model
+    taken = TensorSignature(PROMPT if stage.map is not None else TEXT_INPUT, BYTES, (1,))
+    sizes: dict[str, SizeRange] = {}
+    if INPUT_IDS in stage.inputs:
+        taken = TensorSignature(INPUT_IDS, "int64", (_READ,), below=limits.vocabulary)
+        sizes = {_READ: SizeRange(limits.longest)}
+    made = (
+        TensorSignature("text_output", BYTES, (1,)),
+        TensorSignature("token_ids", "int64", ("tokens_written",)),
+        TensorSignature("finish_reason", BYTES, (1,)),
+    )
+    return replace(model, inputs=(taken,), outputs=made, sizes=sizes)
 
 
 class TensorSource(NamedTuple):
@@ -38,7 +60,7 @@ class ApplicationSignature:
 
     @classmethod
     def of(cls, application: Application, models: Sequence[ModelSignature]) -> ApplicationSignature:
-        """Compose the tensors of an application from the signatures of its stages' models, one each.
+        """Compose the tensors of an application from those of its stages (`stage_signature`).
 
         Raises:
             InvalidInputError: with every tensor that is missing, unknown, or does not fit where it goes.
@@ -69,8 +91,6 @@ class _Composer:
     def stage_inputs(self, place: int) -> tuple[TensorSource, ...] | None:
         """Return the sources of a stage's inputs."""
         stage, model = self._application.stages[place], self._models[place]
-        if model.generates is not None:
-            self._refuse(stage, stage.model, "generates, which no stage does yet", "Ask it by itself.")
         if stage.map is not None:
             return None
         given = stage.inputs or {tensor.name: tensor.name for tensor in model.inputs}

@@ -130,7 +130,7 @@ class _Split:
     def __init__(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
         self._specs, self._costs = {m.name: m for m in workload.models}, costs_of(workload, cluster, profiles)
         self._cluster = cluster
-        known = [a for a in workload.applications if all(self._costs[a.model_name(stage)] for stage in a.stages)]
+        known = [a for a in workload.applications if all(self._costs.get(a.model_name(s)) for s in a.stages)]
         self.free = [application for application in known if not is_split(application)]
         self.names = [*dict.fromkeys(application.model_name(s) for application in known for s in application.stages)]
         self._limits_ms = dict.fromkeys(self.names, math.inf)
@@ -181,12 +181,13 @@ def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles, mo
 
 
 def savings(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[str, float]:
-    """Return, for each model that a stage asks, the part of the GPU time of all of them that is saved when its batches
-    take a tenth less. Where the planner split a deadline, it is split anew."""
+    """Return, for each model that a stage asks in batches, the part of the GPU time of all of them that is saved when
+    its batches take a tenth less. Where the planner split a deadline, it is split anew."""
     unsplit = [application.without_budgets() for application in workload.applications]
     split = _Split(workload.model_copy(update={"applications": unsplit}), cluster, profiles)
     cost = split.least_budgets()[0]
-    return {name: 1.0 - split.least_budgets(times={name: _FASTER})[0] / cost if cost else 0.0 for name in split.names}
+    fixed = [name for name in split.names if workload[name].generates is None]
+    return {name: 1.0 - split.least_budgets(times={name: _FASTER})[0] / cost if cost else 0.0 for name in fixed}
 
 
 def candidate_splits(workload: Workload, cluster: Cluster, profiles: Profiles) -> Iterator[Workload]:

@@ -92,7 +92,7 @@ class StageExplained:
     `budget_ms` is its part of the application's SLO, `takes_ms` the latency of a batch of its model on the slowest
     gpu-let. `gpus` is the GPU time of its requests, in whole GPUs, and `cost_per_hour` their part of the model's cost.
     `saves` is the part of the GPU time of all stages that would be saved if the model's batches took a tenth less and
-    deadlines were split anew; None if no profile says it.
+    deadlines were split anew; None if no profile says it, or the model generates.
     """
 
     application: str
@@ -323,7 +323,9 @@ class _Trying:
         for place, gpulet in enumerate(self._plan.gpulets):
             held = sum(part_of[gpu] for gpu in gpulet.gpus) * gpulet.effective_share_pct / 100.0
             for name, part in self._work(place).items():
-                gpus[name] += self._outlook.busy[place] * held * part
+                writing = [replica for replica in gpulet.models if replica.name == name and replica.steps is not None]
+                busy = self._writing(writing[0])[-1] if writing else self._outlook.busy[place] * part
+                gpus[name] += busy * held
         saves = savings(self._plan.workload, self._cluster.cut_as(self._plan.gpus), self._profiles)
         explained = []
         for app in self._plan.applications:

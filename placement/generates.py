@@ -220,6 +220,18 @@ class Generates(StrictModel):
         return self
 
 
+class GenerationParameters(StrictModel):
+    """How the text of a stage goes on, where its function says nothing else; as in the generate extension."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+
+
 class TokenSlo(StrictModel):
     """The SLO of a model that generates: `ttft_ms` from arrival to the first token, and `tpot_ms` for each further
     token, in the mean of a request. A request is in time when it keeps both."""
@@ -230,6 +242,13 @@ class TokenSlo(StrictModel):
     def answer_ms(self, output_tokens: float) -> float:
         """Return the latest time from arrival to the last of so many tokens."""
         return self.ttft_ms + self.tpot_ms * max(0.0, output_tokens - 1.0)
+
+    def within(self, time_ms: float, output_tokens: float) -> TokenSlo:
+        """Return the bounds for an answer of so many tokens of which the last one is due in this time, which is above
+        0. A further token never has more time than here; what is left is for the first one."""
+        further = max(0.0, output_tokens - 1.0)
+        tpot_ms = self.tpot_ms * min(1.0, time_ms / self.answer_ms(output_tokens))
+        return TokenSlo(ttft_ms=time_ms - tpot_ms * further, tpot_ms=tpot_ms)
 
     def scaled(self, factor: float) -> TokenSlo:
         """Return both bounds multiplied by `factor`."""

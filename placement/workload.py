@@ -323,6 +323,9 @@ class Workload(StrictModel):
                 elif stage.shared and spec.is_tried:
                     cure = "Ask the version that takes the rest."
                     yield Problem(f"{path}.model", stage.model, "is a version on trial, which may be taken back", cure)
+                elif stage.parameters is not None and spec.generates is None:
+                    cure = "Leave `parameters` out, or give `generates` and `slo`."
+                    yield Problem(f"{path}.parameters", stage.model, "does not generate", cure)
 
     @field_validator("merge", mode="before")
     @classmethod
@@ -433,12 +436,14 @@ def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict
                 asking.setdefault(name, []).append((rate_rps, budget_ms))
             elif name not in names:
                 is_inline = stage.latency is not None
+                slo = {"slo_ms": budget_ms} if stage.slo is None else {"slo": stage.slo}
                 added.append(
                     {
                         "name": name,
                         "source": stage.source or (None if is_inline and stage.model not in CATALOGUE else stage.model),
                         "rate_rps": rate_rps,
-                        "slo_ms": budget_ms,
+                        **slo,
+                        "generates": stage.generates,
                         "arrival": application.arrival,
                         "profile": None if is_inline else stage.profile or stage.model,
                         **{key: getattr(stage, key) for key in ("latency", "sizes", "weights_path", "options")},

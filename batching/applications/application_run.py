@@ -91,6 +91,10 @@ class ApplicationRun:
         left_ms = self._deadline_ms - now
         return now + max(self._known.least_ms[stage], left_ms - self._known.behind_ms(stage, left_ms))
 
+    def latest_end_ms(self, stage: int) -> float:
+        """Return when a stage must be complete so that those behind it can end in time if they run at once."""
+        return self._deadline_ms - self._known.needs_behind_ms[stage]
+
     def cannot_end(self, stage: int, now: float) -> bool:
         """Whether the application's answer would be late even if this stage and all behind it ran at once."""
         needs_ms = self._known.needs_ms[stage] + self._known.needs_behind_ms[stage]

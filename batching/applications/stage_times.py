@@ -20,8 +20,9 @@ class StageTimes:
     """What runs of applications know of the models that they ask; one object for all runs of a process.
 
     `least_ms` is by model: what a request takes from when it is sent to its answer if it runs at once, alone, on the
-    fastest gpu-let. A model without an entry takes no time at least. `blocked_ms` is by model: how long a batch of
-    another model keeps a request from the gpu-lets of its model; without an entry there is no other model.
+    fastest gpu-let; of a model that generates, one token behind a prompt of one. A model without an entry takes no time
+    at least. `blocked_ms` is by model: how long a batch of another model keeps a request from the gpu-lets of its
+    model; without an entry there is no other model.
     """
 
     def __init__(
@@ -46,6 +47,9 @@ class StageTimes:
                 for model in system.programs[program].members:
                     name, alone_ms = system.models[model].name, host.planned_batch_ms(1) + fixed_ms
                     self._least_ms[name] = min(alone_ms, self._least_ms.get(name, INF))
+        for planned in system.generating:
+            name, alone_ms = system.models[planned.model].name, planned.cost.ms(1)
+            self._least_ms[name] = min(alone_ms, self._least_ms.get(name, INF))
 
     def least_ms(self, model: str) -> float:
         """Return what a request to a model takes at least."""

@@ -263,13 +263,16 @@ def with_stages(system: System, applications: Sequence[Application]) -> System:
     Stages behind can use the time for which a request is held. So it is held for at most as long as it takes alone.
     """
     alone_ms: dict[str, float] = {}
-    cost_ms: dict[str, float] = {}  # GPU time of a request in a batch that takes half of the SLO
+    cost_ms: dict[str, float] = {}  # GPU time of a request in a batch that takes half of the SLO; of a text as planned
     for hosts in system.distinct_hosts():
         for program, host in hosts.items():
             for model in [system.models[member] for member in system.programs[program].members]:
                 size = usual_batch(host.planned_ms(), model.slo_ms)
                 alone_ms[model.name] = min(host.planned_batch_ms(1), alone_ms.get(model.name, INF))
                 cost_ms[model.name] = min(host.planned_batch_ms(size) / size, cost_ms.get(model.name, INF))
+    for planned in (each for each in system.generating if each.rate_rps):
+        name = system.models[planned.model].name
+        cost_ms[name] = min(1000.0 / planned.rate_rps, cost_ms.get(name, INF))
     awaited = {app.model_name(app.stage(label)) for app in applications for s in app.stages for label in s.after}
     rates: dict[str, float] = {}
     worth_rps: dict[str, float] = {}

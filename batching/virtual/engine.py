@@ -28,7 +28,9 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.profiles.size_classes import find_classes
 
-_REHEARSAL = 1 << 60  # format: marks a rehearsal on the heap of events; larger than the place of any gpu-let
+# Format: marks of a rehearsal, and of an answer that is given up, on the heap of events; larger than the place of any
+# gpu-let.
+_REHEARSAL, _GIVEN_UP = 1 << 60, 1 << 61
 
 
 class Follows(Protocol):
@@ -45,6 +47,10 @@ class Follows(Protocol):
     def arrived(self, request: int, now_ms: float) -> float | None:
         """Return the deadline of a request that arrives by the schedule; None: it is given up before it costs
         anything."""
+
+    def whole_by_ms(self, request: int) -> float | None:
+        """Return when the whole answer of a request to a model that generates must be there, or it is given up; None:
+        the SLO of the model counts."""
 
     def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float | None]]:
         """Take note that these requests were answered."""
@@ -186,7 +192,7 @@ class Engine:
                 self.lose(at, Outcome.REJECTED, (request,))
                 continue
             if model in generated:
-                self.replicas.add(at, model, request)
+                self._write(at, model, request)
                 continue
             if rehearsals is not None and (replay := rehearsals.arrived(at, model, deadline)) is not None:
                 self._rehearse(rehearsals, replay, at)
@@ -210,6 +216,10 @@ class Engine:
                         continue
                     now, replay, self._replay = at, self._replay, None
                     self._rehearsals.learn(replay.run(), now)
+                elif gpulet == _GIVEN_UP:
+                    now = at
+                    if self.replicas.cancel(now, stamp):
+                        self.lose(now, Outcome.EXPIRED, (stamp,))
                 elif gpulet < 0:
                     if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at
@@ -245,13 +255,21 @@ class Engine:
         if model < 0 or self.scheduler is None:
             self.lose(now, unserved, (request,))
         elif model in self.replicas.by_model:
-            self.replicas.add(now, model, request)
+            self._write(now, model, request)
         else:
             deadline = float(self.deadlines_ms[request])
             rehearsals = self._rehearsals
             if rehearsals is not None and (replay := rehearsals.arrived(now, model, deadline)) is not None:
                 self._rehearse(rehearsals, replay, now)
             self.scheduler.add_request(now, model, request, deadline)
+
+    def _write(self, now: float, model: int, request: int) -> None:
+        """Let an answer be generated, or given up when it must be there."""
+        due_ms = None
+        if self._follows is not None and (last_ms := self._follows.whole_by_ms(request)) is not None:
+            due_ms = float(self.deadlines_ms[request])
+            heappush(self.gpulets.events, (max(now, last_ms), _GIVEN_UP, request))
+        self.replicas.add(now, model, request, due_ms)
 
     def stop_writing(self, now: float, gpulets: Collection[str]) -> None:
         """End replicas that are lost; their sequences begin anew elsewhere, as their tokens are read again there."""
@@ -301,7 +319,9 @@ class Engine:
                 self.times_ms[request], self.deadlines_ms[request] = now, deadline
                 self.followed.append(request)
                 self.add(request, now, Outcome.REJECTED)
-            elif self.scheduler is not None and self.scheduler.cancel(now, self.place_of(request), request):
+            elif self.replicas.cancel(now, request) or (
+                self.scheduler is not None and self.scheduler.cancel(now, self.place_of(request), request)
+            ):
                 self.lose(now, Outcome.EXPIRED, (request,))
 
     def carry_out(self, now: float) -> None:

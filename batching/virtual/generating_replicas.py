@@ -11,23 +11,37 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.step_scheduler import TRIES, emptiest
-from tenuto.batching.core.system import INF, GeneratingGpulet
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet
 from tenuto.batching.virtual.offline_backlog import FIRST_OFFLINE, OfflineBacklog
 from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
 from tenuto.outcome import Outcome
+from tenuto.placement.generates import TokenSlo
 
 _FEW = 4  # pace: offline sequences that wait at a replica
 
 
 @dataclass(slots=True, eq=False)
 class GeneratingReplica:
-    """A replica on a gpu-let, with the bounds that its order of steps keeps. `rate_rps` is planned."""
+    """A replica on a gpu-let, with the SLO that its order of steps keeps, if it keeps one, and the mean length of an
+    answer. `rate_rps` is planned."""
 
     gpulet: str
     steps: VirtualSteps
-    ttft_ms: float
-    tpot_ms: float
+    slo: TokenSlo | None
+    output_tokens: float
     rate_rps: float
+
+    def bounds_ms(
+        self, now: float, arrived_ms: float, output_tokens: int, whole_by_ms: float | None
+    ) -> tuple[float, float]:
+        """Return when a first token is due, and the time for each further one. The whole answer may be due at a
+        time."""
+        if self.slo is None:
+            return INF, INF
+        if whole_by_ms is None:
+            return arrived_ms + self.slo.ttft_ms, self.slo.tpot_ms
+        slo = self.slo.within(max(whole_by_ms - now, TIME_TOLERANCE_MS), min(self.output_tokens, output_tokens))
+        return now + slo.ttft_ms, slo.tpot_ms
 
 
 class GeneratingReplicas:
@@ -59,6 +73,7 @@ class GeneratingReplicas:
         self.written: list[tuple[int, int]] = []
         self._times_ms, self._tokens, self._events, self._lose = times_ms, tokens, events, lose
         self._replicas: list[GeneratingReplica] = []
+        self._places: dict[int, int] = {}  # of requests under way
         self._known: dict[tuple[str, str], tuple[GeneratingGpulet, int]] = {}  # with its place, by gpu-let and model
 
     def install(self, scheduler: Scheduler) -> None:
@@ -73,18 +88,22 @@ class GeneratingReplicas:
                 self.steps.append(
                     VirtualSteps(planned.limits, planned.cost, decided_ahead=planned.decided_ahead, order=order)
                 )
-                bounds_ms = (INF, INF) if order is None else (planned.ttft_ms, planned.tpot_ms)
-                self._replicas.append(GeneratingReplica(key[0], self.steps[place], *bounds_ms, planned.rate_rps))
+                slo, tokens = None, 1.0
+                if order is not None and planned.ttft_ms < INF:
+                    slo = TokenSlo(ttft_ms=planned.ttft_ms, tpot_ms=planned.tpot_ms)
+                    tokens += (system.models[planned.model].slo_ms - slo.ttft_ms) / slo.tpot_ms
+                self._replicas.append(GeneratingReplica(key[0], self.steps[place], slo, tokens, planned.rate_rps))
             self._known[key], self._replicas[place].rate_rps = (planned, place), planned.rate_rps
             self.by_model.setdefault(planned.model, []).append(place)
 
-    def add(self, now: float, model: int, request: int) -> None:
-        """Let the emptiest replica generate the answer, or the next one where that refuses it."""
+    def add(self, now: float, model: int, request: int, whole_by_ms: float | None = None) -> None:
+        """Let the emptiest replica generate the answer, or the next one where that refuses it. `whole_by_ms`: when the
+        whole answer is due; None: the SLO of the model counts."""
         ready = [place for place in self.by_model[model] if self.is_ready(self._replicas[place].gpulet)]
         outcome = Outcome.REJECTED if ready else Outcome.FAILED
         for _ in range(min(TRIES, len(ready))):
             loads = ((self.steps[place].scheduler.sequences, self._replicas[place].rate_rps) for place in ready)
-            if self._is_taken(now, ready.pop(emptiest(loads)), request):
+            if self._is_taken(now, ready.pop(emptiest(loads)), request, whole_by_ms):
                 return
         self._lose(now, outcome, (request,))
 
@@ -99,18 +118,29 @@ class GeneratingReplicas:
                     if steps.due_ms != due_ms:
                         heappush(self._events, (steps.due_ms, -1 - place, 0))
 
-    def _is_taken(self, now: float, place: int, request: int) -> bool:
+    def _is_taken(self, now: float, place: int, request: int, whole_by_ms: float | None) -> bool:
         replica, steps, tokens = self._replicas[place], self.steps[place], self._tokens
         if tokens is None:
             raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")
         due_ms = steps.due_ms
         lengths = int(tokens.prompt[request]), int(tokens.output[request])
-        first_by_ms = float(self._times_ms[request]) + replica.ttft_ms
-        refusal = steps.add(now, request, *lengths, first_by_ms, replica.tpot_ms)
+        bounds_ms = replica.bounds_ms(now, float(self._times_ms[request]), lengths[1], whole_by_ms)
+        refusal = steps.add(now, request, *lengths, *bounds_ms)
+        if refusal is None:
+            self._places[request] = place
         self._lose_expired(now, steps)
         if steps.due_ms != due_ms:
             heappush(self._events, (steps.due_ms, -1 - place, 0))
         return refusal is None
+
+    def cancel(self, now: float, request: int) -> bool:
+        """Forget a request whose answer is not written to its end; False if there is none."""
+        place = self._places.pop(request, -1)
+        if place < 0 or not self.steps[place].cancel(now, request):
+            return False
+        if self.steps[place].due_ms < INF:
+            heappush(self._events, (self.steps[place].due_ms, -1 - place, 0))
+        return True
 
     def advance(self, now: float, place: int) -> list[int]:
         """Do what is due on a replica now; returns the requests that have ended."""
@@ -120,12 +150,16 @@ class GeneratingReplicas:
             heappush(self._events, (steps.due_ms, -1 - place, 0))
         self._lose_expired(now, steps)
         ended, steps.ended = steps.ended, []
+        for request in ended:
+            self._places.pop(request, None)
         self.written += [(request, place) for request in ended]
         return ended
 
     def _lose_expired(self, now: float, steps: VirtualSteps) -> None:
         if steps.scheduler.expired:
             expired, steps.scheduler.expired = steps.scheduler.expired, []
+            for request in expired:
+                self._places.pop(request, None)
             self._lose(now, Outcome.EXPIRED, expired)
 
     def stop(self, now: float, gpulets: Collection[str]) -> list[int]:

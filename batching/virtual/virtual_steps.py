@@ -86,6 +86,16 @@ class VirtualSteps:
             self._begin(now_ms)
         return refusal
 
+    def cancel(self, now_ms: float, sequence: int) -> bool:
+        """Forget a sequence, after all that was due; False if there is none of that number."""
+        self._cut(now_ms)
+        for step in (self._current, self._next):
+            for names in () if step is None else (step.first, step.last):
+                if sequence in names:
+                    names.remove(sequence)
+        self.first_ms.pop(sequence, None)
+        return self.scheduler.cancel(sequence)
+
     def stop(self, now_ms: float) -> list[int]:
         """End at once; return the sequences that were here."""
         if self.due_ms < INF:

@@ -45,6 +45,23 @@ def foreign(request: Request, stages: Stages) -> list[dict[str, Array]]:
     return [{"input_ids": request["text"], "attention_mask": request["mask"]}] if is_foreign else []
 
 
+def question(request: Request, stages: Stages) -> dict[str, str]:
+    """Return a prompt that says what the detector found."""
+    persons, vehicles = (
+        len(_cuts(request["frame"], stages["detector"][0], *what)) for what in ((PERSON, 2.0), (VEHICLES, 3.0))
+    )
+    return {"text_input": f"Say in one sentence what a picture with {persons} persons and {vehicles} vehicles shows: "}
+
+
+def words(_request: Request, stages: Stages) -> dict[str, Array]:
+    """Return a written text as BERT reads it; each word is hashed, as Tenuto does without a tokenizer."""
+    text = stages["sentence"][0]["text_output"][0]
+    tokens = [101, *(999 + zlib.crc32(word) % 29_000 for word in text.split()[:126]), 102]
+    ids = np.zeros(128, np.int64)
+    ids[: len(tokens)] = tokens
+    return {"input_ids": ids, "attention_mask": (ids > 0).astype(np.int64)}
+
+
 def _cuts(frame: Array, found: Mapping[str, Array], classes: Sequence[int], mean: float) -> list[dict[str, Array]]:
     """Return the parts of a frame (colours, rows, columns) with objects of some classes."""
     scores, boxes = found["scores"], found["boxes"]

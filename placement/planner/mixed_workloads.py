@@ -251,6 +251,7 @@ class _MixedWorkload:
             update={
                 "policy": policy_used(self.task.policy),
                 "models": workload.models,
+                "applications": workload.applications,
                 "mps": workload.mps,
                 "objective": workload.objective,
                 "overcommits": plan.overcommits or own.overcommits,

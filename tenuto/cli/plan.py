@@ -308,7 +308,7 @@ def _network_problems(workload: Workload, cluster: Cluster, profiles: Profiles) 
         names = [application.model_name(stage) for stage in application.stages]
         models = [described[name] if name in described else _stated_signature(workload[name]) for name in names]
         known = [signature for signature in models if signature is not None]
-        if len(known) == len(models):
+        if len(known) == len(models) and all(workload[name].generates is None for name in names):
             try:
                 ApplicationSignature.of(application, known)
             except InvalidInputError as error:

@@ -99,3 +99,40 @@ def words(request: Mapping[str, Any], stages: Stages) -> Any:
         "body": request["body"],
         "sums": [each.sum() for each in answers],
     }
+
+
+def prompts(request: Mapping[str, Any], stages: Stages) -> Any:
+    """Prompts of what the client asks for, and no prompts."""
+    del stages
+    match request["body"].decode():
+        case "many":
+            return [{"text_input": "x"}] * 10_000
+        case "none":
+            return {"text": "x"}
+        case "empty":
+            return {"text_input": ""}
+        case "number":
+            return {"text_input": 5}
+        case "both":
+            return {"text_input": "x", "input_ids": [1]}
+        case "parameters":
+            return {"text_input": "x", "parameters": {"max_tokens": 0}}
+        case "tokens":
+            return {"input_ids": np.array([65, 66]), "parameters": {"max_tokens": 3}}
+        case text:
+            return [{"text_input": each, "parameters": {"max_tokens": 2 + n}} for n, each in enumerate(text.split())]
+
+
+def again(request: Mapping[str, Any], stages: Stages) -> Any:
+    """The question, and the text that was written after it."""
+    (answer,) = stages["first"]
+    assert answer is not None
+    return {"text_input": bytes(request["text_input"][0]) + answer["text_output"][0]}
+
+
+def numbers(request: Mapping[str, Any], stages: Stages) -> Any:
+    """The first two tokens that were written."""
+    del request
+    (answer,) = stages["first"]
+    assert answer is not None
+    return {"x": answer["token_ids"][:2].astype(np.float32)}

@@ -11,7 +11,10 @@ import pytest
 
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.explaining import explain
 from tenuto.profiles import Profiles
+from tenuto.profiles.shipped import shipped_for
+from tests.instruments.generating import ByForm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "applications"
 NAMES = ("game", "traffic", "video", "social")
@@ -31,6 +34,22 @@ def test_each_is_in_time_on_one_gpu(name: str) -> None:
     assert document["verdict"]["result"] == "PASS"
     for row in document["applications"].values():
         assert all(stage["p90_ms"] > 0.0 for stage in row["stages"].values())
+
+
+def test_a_caption_is_written_in_time_beside_what_clients_ask_of_its_model() -> None:
+    work, cluster = Workload.load(FOLDER / "caption.yaml"), Cluster.parse("a100-80gb:1")
+    plan = solve(ByForm(), work, cluster, Profiles(shipped_for(cluster.gpu_types)))
+    assert not plan.unserved
+    assert (plan.model("llama").rate_rps, [app.name for app in plan.applications]) == (5.0, ["caption"])
+    budgets = {stage.label: plan.applications[0].budget_ms(stage) for stage in plan.applications[0].stages}
+    assert sum(budgets.values()) == pytest.approx(3000.0)
+    assert budgets["sentence"] >= plan.model("llama").slo_ms
+    document, _ = Simulation.of_plan(plan, duration_s=60.0, seed=1).run().describe(plan, options={}, command=())
+    assert document["verdict"]["result"] == "PASS"
+    assert document["models"]["llama"]["tokens_per_s"] > 0.0
+    detector, sentence, _ = explain(plan, cluster.gpus, Profiles(shipped_for(cluster.gpu_types))).stages
+    assert (sentence.saves, sentence.gpus > detector.gpus > 0.0) == (None, True)
+    assert document["applications"]["caption"]["stages"]["sentence"]["p90_ms"] > 400.0
 
 
 @pytest.fixture
@@ -67,6 +86,18 @@ def test_what_is_found_is_cut_out(graphs: Any) -> None:
     assert (person["image"] == 1.0).all()
     answer = graphs.seen({"frame": frame}, {"detector": [found], "persons": [{"logits": np.eye(1000)[7]}]})
     assert (answer["count"].tolist(), answer["classes"].tolist()) == ([1], [7])
+
+
+def test_a_prompt_says_what_was_found_and_its_text_is_read(graphs: Any) -> None:
+    found = {
+        "scores": np.array([0.9, 0.8, 0.7]),
+        "boxes": np.array([[0, 0, 10, 10]] * 3, np.float32),
+        "labels": np.array([1, 1, 8]),
+    }
+    asked = graphs.question({"frame": np.zeros((3, 320, 320), np.float32)}, {"detector": [found]})
+    assert "2 persons and 1 vehicles" in asked["text_input"]
+    made = graphs.words({}, {"sentence": [{"text_output": np.array([b"two people wait"], object)}]})
+    assert (made["input_ids"].shape, int(made["attention_mask"].sum())) == ((128,), 5)
 
 
 def test_a_text_is_translated_only_if_it_is_foreign(graphs: Any) -> None:

@@ -15,6 +15,7 @@ from tenuto.deployments.entry.protocols.texts import Tokenizer
 from tenuto.deployments.entry.protocols.tool_calls import joined
 from tenuto.profiles.networks.generating import TokenScores
 
+EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"  # the head of a stream
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # format: OpenAI's for what JSON cannot hold
 

@@ -18,6 +18,10 @@ from tenuto.profiles.networks.import_factory import check_path
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.tokenizer_files import BYTE_TOKENIZER, TOKENIZER_FILE, tokenizer_file, tokenizer_place
 
+TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
+MOST_TEXT_BYTES = 1 << 20  # limit: of the texts of a request: a tokenizer takes 0.6 s for them
+TEXTS_TOO_LARGE = f"a prompt or the texts of a request may have {MOST_TEXT_BYTES >> 10} KiB. Send less of it."
+TOO_MANY_TOKENS = "'{}' uses more tokens than its key allows. See Retry-After, or ask for less."
 _BROKEN = "\ufffd"  # what a text ends with when its last character is not complete
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # the name of a token that is one byte
 _LONGEST_CHARACTER = 4  # format: bytes of the longest character in UTF-8

@@ -3,6 +3,7 @@ a model, and each of its samples runs through the application's graph."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -12,6 +13,7 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.http.exchange import JSON, BadRequestError, HttpError, refuse
 from tenuto.deployments.entry.protocols.oip_answers import plain_values
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
+from tenuto.deployments.entry.protocols.openai_answers import EVENTS, GenerateWriter, Piece
 from tenuto.deployments.entry.service.infer_call import InferCall, Writer
 from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
 from tenuto.deployments.entry.service.process_pool import MOST_WAITING
@@ -20,6 +22,7 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.status import StageRecord
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.outcome import Outcome
+from tenuto.profiles.networks.generating import Ending
 
 _LINES = b"x-tenuto-request-id: %b\r\nx-tenuto-stages: %b\r\n"
 
@@ -30,6 +33,9 @@ class ApplicationCall(InferCall, eq=False):
     _application: PlannedApplication | None = None
     _interface: ApplicationInterface | None = None
     _graphs: list[RunningGraph] = msgspec.field(default_factory=list)  # one for each sample
+    _is_streamed: bool = False
+    _writer: GenerateWriter | None = None  # of a stream that has begun
+    _first_ms: float = math.nan  # when that was
     _outputs: dict[int, Sequence[OutputTensor]] = msgspec.field(default_factory=dict)  # of samples that are complete
 
     def begin(self) -> None:
@@ -52,6 +58,8 @@ class ApplicationCall(InferCall, eq=False):
         assert application is not None
         assert interface is not None
         stages = application.application.stages
+        if self._is_streamed and len(samples) > 1:
+            raise BadRequestError(f"a stream is of one sample, and this request has {len(samples)}. Send them singly.")
         requests = len(samples) * sum(each.most_requests for each in stages if not each.after and each.map is None)
         if requests > MAX_SAMPLES:
             raise BadRequestError(
@@ -82,6 +90,8 @@ class ApplicationCall(InferCall, eq=False):
                     client_id=name,
                     yields=self._yields,
                     clock_ms=lambda: service.now_ms,
+                    on_text=self._send_text if self._is_streamed else None,
+                    caller=self._route.caller,
                 )
                 self._graphs.append(graph)
         except BaseException:
@@ -114,6 +124,21 @@ class ApplicationCall(InferCall, eq=False):
             graph.withdraw()
         self._graphs = []
 
+    def _send_text(self, text: str, token: int | None, finish: Ending | None) -> None:
+        """Send a part of the text of the last stage; with the first token the stream begins."""
+        writer = self._writer
+        if writer is None:
+            assert self._application is not None
+            assert self._interface is not None
+            assert self._interface.streamed is not None
+            (graph,), self._first_ms = self._graphs, self._service.now_ms
+            writer = self._writer = GenerateWriter(self._model.model, graph.client_id)
+            writer.tokenizer = self._application.choose(self._interface.streamed.model).tokenizer
+            self._exchange.begin(200, self._lines(graph) + EVENTS)
+        if text or finish is not None or writer.tokenizer is None:
+            tokens = () if token is None else (token,)
+            self._exchange.send(writer.piece(0, Piece(text, tokens, None if finish is None else finish.value)))
+
     # --- the end (GraphAsker) -----------------------------------------------------------------------------------
 
     def completed(self, graph: RunningGraph, outputs: Sequence[OutputTensor]) -> None:
@@ -131,13 +156,22 @@ class ApplicationCall(InferCall, eq=False):
             self._graphs = []  # they hold this call
 
     def _respond_completed(self, graph: RunningGraph) -> None:
-        """Send the outputs of all samples, with the times of the last one."""
+        """Send the outputs of all samples, with the times of the last one, or end the stream."""
+        if self._is_streamed:
+            if self._writer is None:  # no text was to be written
+                self._send_text("", None, Ending.STOP)
+            self._exchange.end()
+            self._note_answer(graph, self._first_ms)
+            return
         parameters: dict[str, float | bool] = {}
         for label, stage in graph.records().items():
             parameters |= {f"{label}.{key}": getattr(stage, key) for key in StageRecord.__struct_fields__}
         parameters["emulated"] = graph.emulated
         self._write_samples(self._samples(), self._lines(graph), orjson.dumps(parameters))
-        left_ms = graph.deadline_ms - self._service.now_ms
+        self._note_answer(graph, self._service.now_ms)
+
+    def _note_answer(self, graph: RunningGraph, answered_ms: float) -> None:
+        left_ms = graph.deadline_ms - answered_ms
         self._service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, graph.reserve_ms)
         self._trace_graph(graph, "ok" if left_ms >= 0.0 else "late")
 
@@ -177,12 +211,19 @@ class ApplicationCall(InferCall, eq=False):
             return
         self._is_over = True
         self._count_end(graph, refused)
-        self._refuse(refused, self._lines(graph))
+        if self._writer is None:
+            self._refuse(refused, self._lines(graph))
+        else:
+            details = {"outcome": refused.outcome.word}
+            error = HttpError(refused.http_status, refused.reason, retry_after_s=refused.retry_after_s, details=details)
+            self._exchange.send(self._writer.failed(error))
+            self._exchange.end()
         self._trace_graph(graph, refused.outcome.word, rule=refused.rule.value)
         self._cancel()
 
     def _count_end(self, graph: RunningGraph, ended: Refused | int) -> None:
-        took_ms, records = self._service.now_ms - graph.arrived_ms, graph.records()
+        answered_ms = self._service.now_ms if math.isnan(self._first_ms) else self._first_ms
+        took_ms, records = answered_ms - graph.arrived_ms, graph.records()
         counters, name = self._service.application_counters, self._model.name
         counters.end_request(name, graph.client_id, took_ms, self._slo_ms, records, ended, graph.lost_at)
 

@@ -11,17 +11,30 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tenuto.deployments.entry.http.exchange import HttpError
+from tenuto.deployments.entry.protocols.openai_bodies import GenerateParameters, made_body
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import PartPlace
 from tenuto.deployments.wire.tensors import Array, InputPart, OutputTensor, pack_elements
 from tenuto.errors import refused
+from tenuto.placement.application_signature import INPUT_IDS, PROMPT, TEXT_INPUT
 from tenuto.profiles.networks.catalogue import BYTES, DTYPES, ModelSignature
 from tenuto.profiles.networks.hooks import made_inputs
 from tenuto.profiles.networks.import_factory import imported
 
 Described = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 ResultTensor = tuple[str, str, tuple[int, ...], int]  # the same, and its length in bytes
+
+
+_PARAMETERS = "parameters"
+
+
+class StagePrompt(msgspec.Struct, forbid_unknown_fields=True):
+    """What a function made for a model that generates: a text or tokens, and parameters of the generate extension."""
+
+    prompt: str | list[int]
+    parameters: dict[str, Any]
 
 
 class SetUpFunctions(msgspec.Struct, frozen=True, tag=7):
@@ -90,6 +103,8 @@ class ApplicationFunctions:
             if len(requests) > call.most:
                 rule = f"made {len(requests)} requests, `most` is {call.most}"
                 raise refused(source, None, rule, "Raise `most` of the stage, or make fewer.")
+            if model.generates is not None:
+                requests = [{PROMPT: _packed_prompt(source, each)} for each in requests]
             arrays = [made_inputs(model, each, source) for each in requests]
             pairs = [[_packed(t.name, array) for t, array in zip(model.inputs, each, strict=True)] for each in arrays]
         returned = FunctionResult([[described for described, _ in each] for each in pairs])
@@ -110,6 +125,26 @@ def _mapping(source: str, made: Any) -> Mapping[str, Any]:
         rule = f"returned a {type(made).__name__} without names of outputs"
         raise refused(source, None, rule, "Return a mapping of names to arrays, texts or bytes.")
     return made
+
+
+def _packed_prompt(source: str, made: Any) -> list[bytes]:
+    """Return the prompt that a function returned, as the only element of a tensor."""
+    keys = set(made) if isinstance(made, Mapping) else set[str]()
+    if len(keys & {TEXT_INPUT, INPUT_IDS}) != 1 or keys - {TEXT_INPUT, INPUT_IDS, _PARAMETERS}:
+        given = ", ".join(map(str, made)) if isinstance(made, Mapping) else type(made).__name__
+        cure = f"Return {TEXT_INPUT} or {INPUT_IDS}, and {_PARAMETERS} where they differ from the stage's."
+        raise refused(source, given, "made no prompt", cure)
+    try:
+        if TEXT_INPUT in keys:
+            text = np.asarray(made[TEXT_INPUT], object).item()  # also the only element of an array
+            prompt: Any = text.decode() if isinstance(text, bytes) else msgspec.convert(text, str)
+        else:
+            prompt = msgspec.convert(np.asarray(made[INPUT_IDS]).tolist(), list[int])
+        parameters = dict(made.get(_PARAMETERS) or {})
+        made_body(GenerateParameters, **parameters)
+        return [msgspec.json.encode(StagePrompt(prompt, parameters))]
+    except (HttpError, msgspec.MsgspecError, ValueError, TypeError) as error:
+        raise refused(source, None, f"made no prompt ({error})", "Correct it in the function.") from None
 
 
 def _packed_output(name: str, value: Any) -> tuple[ResultTensor, memoryview]:

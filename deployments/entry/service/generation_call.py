@@ -13,7 +13,7 @@ import msgspec
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, fail
 from tenuto.deployments.entry.protocols.openai import AskedChoice, GenerationRequest
-from tenuto.deployments.entry.protocols.openai_answers import Piece, ScoredToken, Usage
+from tenuto.deployments.entry.protocols.openai_answers import EVENTS, Piece, ScoredToken, Usage
 from tenuto.deployments.entry.protocols.texts import GrowingText, Tokenizer
 from tenuto.deployments.entry.protocols.tool_calls import ToolAnswer, joined
 from tenuto.deployments.entry.service.dispatching import Dispatching
@@ -24,7 +24,6 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.outcome import Rule
 from tenuto.profiles.networks.generating import Ending, TokenScores
 
-_EVENTS = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
 _LINES = b"x-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 
 
@@ -222,7 +221,7 @@ class GenerationCall(msgspec.Struct, eq=False):
         """Begin with a stream, once."""
         if not self._has_begun:
             self._has_begun = True
-            self._exchange.begin(200, self._lines(generation) + _EVENTS)
+            self._exchange.begin(200, self._lines(generation) + EVENTS)
             first = self.request.writer.first(len(self._choices))
             if first:
                 self._exchange.send(first)

@@ -40,6 +40,12 @@ from tenuto.deployments.entry.protocols.oip_requests import (
 )
 from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
+from tenuto.deployments.entry.protocols.texts import (
+    MOST_TEXT_BYTES,
+    TEXT_AT_ONCE_BYTES,
+    TEXTS_TOO_LARGE,
+    TOO_MANY_TOKENS,
+)
 from tenuto.deployments.entry.service.application_call import ApplicationCall
 from tenuto.deployments.entry.service.application_counters import ApplicationCounters
 from tenuto.deployments.entry.service.dispatching import Dispatching
@@ -71,9 +77,6 @@ _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
 _MOST_MANAGEMENT_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
 _MANAGEMENT_TOO_LARGE = f"the body exceeds {_MOST_MANAGEMENT_BYTES >> 10} KiB. Only inference takes large ones."
-_TEXT_AT_ONCE_BYTES = 1 << 12  # limit: from here on it is read aside: a tokenizer takes up to 5 ms for this
-_MOST_TEXT_BYTES = 1 << 20  # limit: of the texts of a request: a tokenizer takes 0.6 s for them
-_TEXTS_TOO_LARGE = f"a prompt or the texts of a request may have {_MOST_TEXT_BYTES >> 10} KiB. Send less of it."
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
 WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
@@ -216,10 +219,11 @@ class InferenceService:
             if self._applications.get(name) is not planned:
                 planned.retire()
 
-    def _choose(self, model: str) -> str:
+    def _choose(self, model: str) -> PlannedModel:
         """Return a version of the model of a stage for one request: as of requests that name none."""
         split = self._splits.get(split_name(model)[0])
-        return model if split is None else split.choose(self._draw())
+        name = model if split is None else split.choose(self._draw())
+        return self._models.get(name) or PlannedModel(name)
 
     def _signature(self, name: str) -> ModelSignature | None:
         """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""
@@ -443,7 +447,13 @@ class InferenceService:
 
     def _load_route(self, action: str, model: PlannedModel, head: Head) -> Route:
         generates = self._ready(model).signature.generates is not None
-        if generates != (action in _GENERATIONS):
+        application = self._applications.get(model.name)
+        interface = None if application is None else application.interface
+        is_streamed = interface is not None and action == "generate_stream"
+        if is_streamed and interface is not None and interface.streamed is None:
+            rule = "has no stream: its last stage does not generate one text"
+            raise HttpError(400, f"'{model.model}' {rule}. Ask /v2/models/MODEL/infer.")
+        if not is_streamed and generates != (action in _GENERATIONS):
             cure = "Ask /v1/completions." if generates else "Ask /v2/models/MODEL/infer."
             does = "generates: it takes no tensors" if generates else "has no language-modelling head"
             raise HttpError(400, f"'{model.model}' {does}. {cure}")
@@ -453,18 +463,21 @@ class InferenceService:
         if length is not None and not (length.isdigit() and len(length) < 12):
             shown = length.decode("latin-1")
             raise HttpError(400, f"Inference-Header-Content-Length is {shown!r}. Give a number of bytes.")
-        if action == "infer" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
+        if action != "predict" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
             raise HttpError(413, JSON_TOO_LARGE)
-        route = route_to(self._infer if action == "infer" else self._predict, model, head)
+        route = route_to(self._predict if action == "predict" else self._infer, model, head)
         call: Any = InferCall
-        if (application := self._applications.get(model.name)) is not None:
+        if application is not None:
             call = partial(ApplicationCall, _application=application, _interface=application.interface)
+        if is_streamed:
+            call = partial(call, _is_streamed=True)
+            route = route._replace(slo_ms=route.slo_ms if route.ttft_ms is None else route.ttft_ms)
         return route._replace(json_length=None if length is None else int(length), call=call)
 
     def _text_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
         """Return the route of texts in JSON; of OpenAI's interface only the body names the model."""
-        if head.length > _MOST_TEXT_BYTES:
-            raise HttpError(413, _TEXTS_TOO_LARGE)
+        if head.length > MOST_TEXT_BYTES:
+            raise HttpError(413, TEXTS_TOO_LARGE)
         handle = self._ask_of_texts if action in _TEXTS else self._generate
         return route_to(handle, model, head)._replace(action=action)
 
@@ -526,14 +539,14 @@ class InferenceService:
         self, exchange: Exchange, route: Route, read: Callable[[bytes], T], then: Callable[[T], None]
     ) -> None:
         """Read a body, and go on with what it asks. Large ones are read in threads: tokenizers take their time."""
-        if len(exchange.body) > _MOST_TEXT_BYTES:
-            raise HttpError(413, _TEXTS_TOO_LARGE)
+        if len(exchange.body) > MOST_TEXT_BYTES:
+            raise HttpError(413, TEXTS_TOO_LARGE)
 
         def work() -> T:
             body = bytes(exchange.body)
-            return read(body if route.encoding is None else inflated(body, route.encoding, _MOST_TEXT_BYTES))
+            return read(body if route.encoding is None else inflated(body, route.encoding, MOST_TEXT_BYTES))
 
-        if route.encoding is None and len(exchange.body) <= _TEXT_AT_ONCE_BYTES:
+        if route.encoding is None and len(exchange.body) <= TEXT_AT_ONCE_BYTES:
             then(work())
         else:
             self._aside(exchange, work, then)
@@ -604,8 +617,7 @@ class InferenceService:
             raise _behind()
         wait_s = 0.0 if route.caller is None else route.caller.text_wait_s(now_ms / 1000.0, tokens)
         if route.caller is not None and wait_s > 0.0:
-            reason = f"'{route.caller.name}' uses more tokens than its key allows. See Retry-After, or ask for less."
-            raise HttpError(429, reason, retry_after_s=wait_s)
+            raise HttpError(429, TOO_MANY_TOKENS.format(route.caller.name), retry_after_s=wait_s)
 
     def _begin_generation(
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
@@ -633,7 +645,7 @@ class InferenceService:
             preprocess = interface.preprocess
         elif application is not None:
             preprocess = application.take_body
-        limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else _MOST_TEXT_BYTES
+        limit = self.max_body_bytes if hooks is not None or interface.signature.text is None else MOST_TEXT_BYTES
         if len(exchange.body) > limit:
             raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
         slo_ms = allowed_ms(exchange, route, model, offline=route.offline)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tenuto.batching.applications.application_graph import ApplicationGraph
+from tenuto.batching.applications.application_graph import ApplicationGraph, GraphStage
 from tenuto.batching.applications.stage_times import StageTimes
 from tenuto.deployments.entry.http.exchange import BadRequestError
 from tenuto.deployments.entry.service.function_pool import FunctionPool
@@ -14,14 +14,14 @@ from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs, pack_elements
 from tenuto.errors import InvalidInputError
 from tenuto.placement.application import Application
-from tenuto.placement.application_signature import ApplicationSignature
+from tenuto.placement.application_signature import INPUT_IDS, ApplicationSignature, stage_signature
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature
 from tenuto.profiles.networks.model_options import HookOptions
 
 
 @dataclass(frozen=True)
 class ApplicationInterface:
-    """The tensors of an application and of its stages' models, as gpu-lets reported them.
+    """The tensors of an application and of its stages, by what gpu-lets reported of their models.
 
     `handed_on`: the outputs of each stage that others take as inputs, or that functions see. `before`: the stages that
     each stage waits for, and those that these wait for. `functions`: None where it has none.
@@ -64,9 +64,19 @@ class ApplicationInterface:
         """The stage whose model makes all inputs of the application of a picture or a text; None if no stage does."""
         names = {tensor.name for tensor in self.composed.signature.inputs}
         for place, sources in enumerate(self.composed.inputs):
+            if self.stages[place].generates is not None and INPUT_IDS in self.application.stages[place].inputs:
+                continue
             if sources and all(each.stage is None for each in sources) and {each.name for each in sources} == names:
                 return place
         return None
+
+    @property
+    def streamed(self) -> GraphStage | None:
+        """The stage whose text can be streamed: the only last one, which generates one text; None if there is none."""
+        last = [place for place, stage in enumerate(self.graph.stages) if not stage.later]
+        streams = self.stages[last[0]].generates is not None and self.composed.outputs is not None
+        is_one = len(last) == 1 and self.application.stages[last[0]].most_requests == 1
+        return self.graph.stages[last[0]] if is_one and streams else None
 
     def decoded(self, place: int, sample: RequestInputs) -> RequestInputs:
         """Return the inputs of the application of those of the stage that is its decoder."""
@@ -83,7 +93,7 @@ class PlannedApplication:
     before all models of its stages are known. `problem`: why it cannot be asked now, empty if it can; `retry_after_s`:
     when it may be asked again, None where its models do not fit."""
 
-    def __init__(self, application: Application, times: StageTimes, choose: Callable[[str], str]) -> None:
+    def __init__(self, application: Application, times: StageTimes, choose: Callable[[str], PlannedModel]) -> None:
         """Take the entry in the plan, what is known of how long stages take, and what chooses the version of a model
         that a request asks. One with functions needs a running event loop."""
         self.application, self.times, self.choose = application, times, choose
@@ -105,18 +115,25 @@ class PlannedApplication:
             self.problem = f"no gpu-let of {at} is ready. Retry in a few seconds."
         self.retry_after_s = 2.0 if away else None
         place = None if self.interface is None else self.interface.decoder
-        self.decoder = None if place is None else models[place]
+        self.decoder = None if place is None or self._generates(place) else models[place]
         least_ms = [self.times.least_ms(stage.model) for stage in stages]
         alone_ms = max(map(sum, zip(least_ms, self.graph.longest_behind(least_ms), strict=True)))
         signature = None if self.interface is None else self.interface.composed.signature
         self.model.follow(self.application.slo_ms, alone_ms, signature, HookOptions(), is_ready=not self.problem)
 
     def take_body(self, body: Buffer) -> RequestInputs:
-        """Return the inputs of an application whose functions read the body; raises `BadRequestError` if none does."""
-        if self.interface is None or not self.interface.composed.takes_body:
+        """Return the inputs of an application of which a function reads the body, or whose body is a prompt; raises
+        `BadRequestError` for others."""
+        place = None if self.interface is None else self.interface.decoder
+        if self.interface is None or not (
+            self.interface.composed.takes_body or (place is not None and self._generates(place))
+        ):
             rule = "no stage of it makes all its inputs of a body"
             raise BadRequestError(f"'{self.model.name}' takes tensors: {rule}. Ask /v2/models/MODEL/infer.")
         return RequestInputs([InputPart(pack_elements([bytes(body)]), BYTES)])
+
+    def _generates(self, place: int) -> bool:
+        return self.interface is not None and self.interface.stages[place].generates is not None
 
     def retire(self) -> None:
         """End the functions when no request that began with them is under way any more."""
@@ -131,9 +148,10 @@ class PlannedApplication:
 
     def _compose(self, known: list[ModelSignature]) -> None:
         """Compose the tensors anew if all models are known and one has changed."""
-        signatures, self.problem = tuple(known), ""
-        if len(signatures) < len(self.graph.stages):
+        self.problem = ""
+        if len(known) < len(self.graph.stages):
             return
+        signatures = tuple(map(stage_signature, self.application.stages, known))
         if self.interface is not None and self.interface.stages == signatures:
             return
         self.retire()

@@ -16,6 +16,7 @@ from tenuto.deployments.entry.protocols.texts import Tokenizer, tokenizer_of
 from tenuto.deployments.entry.service.hook_pool import HookPool
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RequestInputs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.placement.generates import Lengths, TokenSlo
 from tenuto.placement.versions import split_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
@@ -103,6 +104,7 @@ class PlannedModel:
         self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
         self.tokenizer: Tokenizer | None = None
         self.ttft_ms = self.tpot_ms = math.inf  # the SLO of one that generates
+        self.output_tokens: Lengths | None = None  # what it writes, if the plan says that
         self._texts_of: ModelSpec | None = None  # what the tokenizer was opened for
 
     def follow(
@@ -127,6 +129,8 @@ class PlannedModel:
         self.offline = spec.offline
         if spec.slo is not None:
             self.ttft_ms, self.tpot_ms = spec.slo.ttft_ms, spec.slo.tpot_ms
+        if spec.generates is not None:
+            self.output_tokens = spec.generates.output_tokens
         if self.interface is None or self._texts_of == spec:
             return
         self.tokenizer, self._texts_of = None, spec
@@ -138,6 +142,20 @@ class PlannedModel:
                 open_tokenizer(text.tokenizer_path, text.sequence_length if text.truncate else None)
         except (InvalidInputError, EnvironmentFaultError) as error:
             logger.warning("%s takes no texts: %s", self.name, error)
+
+    @property
+    def most_output_tokens(self) -> int | None:
+        """The most tokens of an answer, if the plan says that."""
+        most = math.inf if self.output_tokens is None else self.output_tokens.most
+        return int(most) if most < math.inf else None
+
+    def bounds_within(self, time_ms: float, most_tokens: int) -> TokenSlo | None:
+        """Return the bounds for an answer of at most so many tokens that has to end in this time; None for a model
+        without an SLO."""
+        if self.ttft_ms == math.inf:
+            return None
+        tokens = most_tokens if self.output_tokens is None else min(self.output_tokens.mean, most_tokens)
+        return TokenSlo(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms).within(time_ms, tokens)
 
     @property
     def after_ms(self) -> float:

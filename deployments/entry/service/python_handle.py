@@ -161,12 +161,19 @@ class TenutoHandle:
     def _application(self, name: str) -> PlannedApplication:
         """Return an application of the plan as it is now."""
         application = self._applications[name]
-        application.follow(lambda model: self._planned(self._name(split_name(model)[0], None)))
+        application.follow(lambda model: self._staged(self._name(split_name(model)[0], None)))
         return application
 
-    def _choose(self, model: str) -> str:
+    def _staged(self, name: str) -> PlannedModel:
+        """Return a model that a stage asks, as it is now."""
+        planned, spec = self._planned(name), self._plan.model(name)
+        if spec.generates is not None:
+            planned.follow_texts(spec)
+        return planned
+
+    def _choose(self, model: str) -> PlannedModel:
         split = self._split(split_name(model)[0])
-        return model if split is None else split.choose(self._copies.draw())
+        return self._staged(model if split is None else split.choose(self._copies.draw()))
 
     def _name(self, model: str, version: str | None) -> str:
         """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""

@@ -17,20 +17,31 @@ import numpy as np
 from msgspec import structs
 
 from tenuto.batching.applications.application_run import ApplicationRun
-from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.batching.core.system import TIME_TOLERANCE_MS
+from tenuto.deployments.dispatch.in_flight import OpenGeneration, Request
 from tenuto.deployments.entry.http.exchange import HttpError, unexpected
+from tenuto.deployments.entry.protocols.openai import GenerationRequest
+from tenuto.deployments.entry.protocols.texts import (
+    MOST_TEXT_BYTES,
+    TEXT_AT_ONCE_BYTES,
+    TEXTS_TOO_LARGE,
+    TOO_MANY_TOKENS,
+)
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.function_pool import FunctionPool, PlacedTensor, VisibleTensors
 from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
+from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.entry.service.process_pool import HookFaultError
 from tenuto.deployments.entry.service.run_memory import RunMemory
+from tenuto.deployments.entry.service.stage_text import OnText, StageText, read_prompt
+from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import StageRecord
 from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs
 from tenuto.errors import new_incident
 from tenuto.outcome import Outcome, Rule
-from tenuto.placement.application_signature import BODY, TensorSource
+from tenuto.placement.application_signature import BODY, TensorSource, stage_signature
 from tenuto.placement.versions import tensors_of
 from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
 from tenuto.profiles.networks.inputs import LENGTH_BYTES
@@ -66,14 +77,21 @@ class StageRequests:
         self.outputs: list[list[OutputTensor] | None] = [None] * count
         self.shared: dict[tuple[int, str], InputPart] = {}  # outputs in shared memory, by place and name
         self.opened: dict[int, tuple[Request, int]] = {}  # those that wait for an answer, with their places
+        self.texts: dict[int, tuple[OpenGeneration, StageText]] = {}  # that are written, by place
+        self.timer: asyncio.TimerHandle | None = None  # until the texts must be there
         self.refused_ids: set[int] = set()
         self.emulated = False
 
-    def close(self) -> list[Request]:
-        """Return the requests that are open; their ends concern nobody any more. This forgets the graph, as only
-        Python's collector would free a cycle of references."""
+    def close(self) -> tuple[list[Request], list[OpenGeneration]]:
+        """Return the requests and texts that are open; their ends concern nobody any more. This forgets the graph, as
+        only Python's collector would free a cycle of references."""
         opened, self.opened, self._graph = self.opened, {}, None
-        return [request for request, _ in opened.values()]
+        texts, self.texts = self.texts, {}
+        for _, text in texts.values():
+            text.close()
+        if self.timer is not None:
+            self.timer.cancel()
+        return [request for request, _ in opened.values()], [generation for generation, _ in texts.values()]
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
         """Take an answer (`Asker`)."""
@@ -87,6 +105,28 @@ class StageRequests:
         """Learn that a request gets no answer (`Asker`)."""
         self.opened.pop(request.id, None)  # one that is turned away at once was never in there
         self.refused_ids.add(request.id)
+        if self._graph is not None:
+            self._graph.lost(self._place, refused)
+
+    # --- texts (TextAsker) -------------------------------------------------------------------------------------
+
+    def stopped(self, position: int) -> None:
+        """Have no more tokens made for a text."""
+        written = self.texts.pop(position, None)
+        if written is not None and self._graph is not None:
+            self._graph.end_text(written[0])
+
+    def written(self, position: int, outputs: list[OutputTensor]) -> None:
+        """Take a text."""
+        self.texts.pop(position, None)
+        if self._graph is not None:
+            self.outputs[position] = outputs
+            self._graph.answered(self._place, position)
+
+    def unwritten(self, position: int, refused: Refused) -> None:
+        """Learn that a text is not written."""
+        self.texts.pop(position, None)
+        self.refused_ids.add(position)
         if self._graph is not None:
             self._graph.lost(self._place, refused)
 
@@ -112,6 +152,8 @@ class RunningGraph:
         client_id: str,
         yields: bool,
         clock_ms: Callable[[], float],
+        on_text: OnText | None = None,
+        caller: Caller | None = None,
     ) -> None:
         """Prepare; `begin` asks for the first stages.
 
@@ -130,12 +172,16 @@ class RunningGraph:
             client_id: the client's id of the request, which those to models get, too.
             yields: requests of others go first.
             clock_ms: what the monotonic clock shows.
+            on_text: takes the text of the last stage, which generates, as it is written. The deadline is that of its
+                first token then.
+            caller: is charged for texts, and held to the tokens that its key allows.
         """
         self.arrived_ms, self.deadline_ms, self.reserve_ms = arrived_ms, arrived_ms + slo_ms, reserve_ms
         self.client_id, self.stages = client_id, dict[int, StageRequests]()
         self.lost_at = ""  # the label of the stage at which it ended without an answer
         self._application, self._interface, self._dispatching = application, interface, dispatching
         self._asker, self._yields, self._clock_ms = asker, yields, clock_ms
+        self._on_text, self._caller = on_text, caller
         self._run = ApplicationRun(interface.graph, arrived_ms, self.deadline_ms - reserve_ms, application.times)
         specs = interface.composed.signature.at(inputs.sizes).inputs
         self._inputs = {
@@ -164,8 +210,11 @@ class RunningGraph:
             if not self._run.is_over:
                 self._run.give_up(self._clock_ms())
             for stage in self.stages.values():
-                for request in stage.close():
+                requests, generations = stage.close()
+                for request in requests:
                     self._dispatching.cancel(request)
+                for generation in generations:
+                    self._dispatching.leave(generation)
             for call in list(self._calls):
                 call.cancel()
             self._memory.release()
@@ -244,7 +293,11 @@ class RunningGraph:
             call = begin(pool)
         except HttpError as error:
             self._give_up(_refusal(name, error), place)
-            return
+        else:
+            self._wait_for(place, name, call, then)
+
+    def _wait_for(self, place: int | None, name: str, call: asyncio.Future[T], then: Callable[[T], None]) -> None:
+        """Go on with the result of a call, which must be there by the deadline."""
         left_s = max(0.0, self.deadline_ms - self._clock_ms()) / 1000.0
         self._calls[call] = asyncio.get_running_loop().call_later(left_s, self._expire, place, name)
         call.add_done_callback(partial(self._returned, place, name, then))
@@ -272,56 +325,168 @@ class RunningGraph:
         now_ms = self._clock_ms()
         self.stages[place] = StageRequests(self, place, len(samples))
         due = self._run.expand(place, len(samples), now_ms)
-        self._send_some(place, samples, 0)
+        if self._interface.stages[place].generates is None:
+            self._send_some(place, partial(self._send_request, place, samples))
+        else:
+            self._read_prompts(place, samples)
         self._begin_stages(due)
 
-    def _send_some(self, place: int, samples: Sequence[RequestInputs], first: int) -> None:
+    def _send_some(self, place: int, ask: Callable[[int, float, float], None], first: int = 0) -> None:
         """Ask for the requests of a stage from one on: as many as one turn of the loop may take, then the others."""
-        run, stage, requests = self._run, self._interface.graph.stages[place], self.stages[place]
-        now_ms, end = self._clock_ms(), first + _MOST_AT_ONCE
-        slo_ms = run.deadline_ms(place, now_ms) + self.reserve_ms - now_ms
+        now_ms, end, count = self._clock_ms(), first + _MOST_AT_ONCE, len(self.stages[place].outputs)
+        slo_ms = self._run.deadline_ms(place, now_ms) + self.reserve_ms - now_ms
         problem = self._why_other(place)
-        for position, (parts, sizes) in enumerate(samples[first:end], first):
-            request: Request | None = None
-            try:
-                if not problem:
-                    request = self._dispatching.admit(
-                        self._application.choose(stage.model),
-                        requests,
-                        arrived_ms=now_ms,
-                        slo_ms=slo_ms,
-                        client_id=self.client_id,
-                        reserve_ms=self.reserve_ms,
-                        yields=self._yields,
-                        sizes=sizes,
-                    )
-            except KeyError:
-                problem = f"'{stage.model}' was removed from the plan"
-            if request is None:
+        for position in range(first, min(end, count)):
+            if problem:
                 self.lost(place, Refused(Outcome.FAILED, problem))
-            elif request.id not in requests.refused_ids:
-                if self._is_over:  # another one was refused meanwhile
-                    self._dispatching.cancel(request)
-                    return
-                requests.opened[request.id] = request, position
-                self._dispatching.start(request, parts, self._memory)
+            else:
+                ask(position, now_ms, slo_ms)
             if self._is_over:
                 return
-        if end < len(samples):
-            asyncio.get_running_loop().call_soon(self._guarded, partial(self._send_rest, place, samples, end))
+        if end < count:
+            asyncio.get_running_loop().call_soon(self._guarded, partial(self._send_rest, place, ask, end))
 
     def _why_other(self, place: int) -> str:
         """Return why the model of a stage does not take the tensors that this request was composed for; empty where it
         does. Gpu-lets rely on that."""
         name, composed = self._interface.graph.stages[place].model, self._interface.stages[place]
         present = self._dispatching.signature(name)
+        if present is not None:
+            present = stage_signature(self._interface.application.stages[place], present)
         if present is None or present == composed or tensors_of(present) == tensors_of(composed):
             return ""
         return f"'{name}' takes other tensors since its plan changed. Send the request again"
 
-    def _send_rest(self, place: int, samples: Sequence[RequestInputs], first: int) -> None:
+    def _send_rest(self, place: int, ask: Callable[[int, float, float], None], first: int) -> None:
         if not self._is_over:
-            self._send_some(place, samples, first)
+            self._send_some(place, ask, first)
+
+    def _send_request(
+        self, place: int, samples: Sequence[RequestInputs], position: int, now_ms: float, slo_ms: float
+    ) -> None:
+        """Ask a model for one request of a stage."""
+        stage, requests, (parts, sizes) = self._interface.graph.stages[place], self.stages[place], samples[position]
+        try:
+            request = self._dispatching.admit(
+                self._application.choose(stage.model).name,
+                requests,
+                arrived_ms=now_ms,
+                slo_ms=slo_ms,
+                client_id=self.client_id,
+                reserve_ms=self.reserve_ms,
+                yields=self._yields,
+                sizes=sizes,
+            )
+        except KeyError:
+            self.lost(place, Refused(Outcome.FAILED, f"'{stage.model}' was removed from the plan"))
+            return
+        if request.id not in requests.refused_ids:
+            if self._is_over:  # another one was refused meanwhile
+                self._dispatching.cancel(request)
+            else:
+                requests.opened[request.id] = request, position
+                self._dispatching.start(request, parts, self._memory)
+
+    # --- texts of stages ----------------------------------------------------------------------------------------
+
+    def _read_prompts(self, place: int, samples: Sequence[RequestInputs]) -> None:
+        """Read the prompts of a stage, long ones in a thread, and let them be gone on with."""
+        stage = self._interface.application.stages[place]
+        model, size = self._application.choose(self._interface.graph.stages[place].model), 0
+        for parts, _ in samples:  # what lies in shared memory may be given back while a thread reads
+            parts[:] = [InputPart(bytes(part.data), part.dtype) for part in parts]
+            size += sum(part.nbytes for part in parts)
+        if size > MOST_TEXT_BYTES:
+            for _ in samples:
+                self.lost(place, Refused(Outcome.FAILED, TEXTS_TOO_LARGE, rule=Rule.INPUT))
+            return
+
+        def read() -> list[GenerationRequest | Refused]:
+            return [read_prompt(stage, model, sample) for sample in samples]
+
+        if size <= TEXT_AT_ONCE_BYTES:
+            self._send_prompts(place, model, read())
+        else:
+            reading = asyncio.get_running_loop().run_in_executor(None, read)
+            self._wait_for(
+                place, f"the tokenizer of '{model.name}'", reading, partial(self._send_prompts, place, model)
+            )
+
+    def _send_prompts(self, place: int, model: PlannedModel, prompts: Sequence[GenerationRequest | Refused]) -> None:
+        """Let a model go on with prompts. All texts must be there so early that the stages behind can end in time."""
+        requests = self.stages[place]
+        if not self._is_streamed(place):
+            left_s = max(0.0, self._run.latest_end_ms(place) - self._clock_ms()) / 1000.0
+            requests.timer = asyncio.get_running_loop().call_later(left_s, self._expire_texts, place)
+        requests.emulated = self._interface.stages[place].platform == "emulated"
+        self._send_some(place, partial(self._send_prompt, place, model, prompts))
+
+    def _send_prompt(
+        self,
+        place: int,
+        model: PlannedModel,
+        prompts: Sequence[GenerationRequest | Refused],
+        position: int,
+        now_ms: float,
+        slo_ms: float,
+    ) -> None:
+        """Let a model go on with one prompt of a stage."""
+        requests, prompt = self.stages[place], prompts[position]
+        if isinstance(prompt, Refused):
+            self.lost(place, prompt)
+            return
+        (choice,), time_ms = prompt.choices, max(slo_ms - self.reserve_ms, TIME_TOLERANCE_MS)
+        ttft_ms, tpot_ms, on_text = time_ms, model.tpot_ms, self._on_text
+        if not self._is_streamed(place):
+            on_text, slo = None, model.bounds_within(time_ms, choice.sampling.max_tokens)
+            if slo is not None:
+                ttft_ms, tpot_ms = slo.ttft_ms, slo.tpot_ms
+        if self._caller is not None:
+            most = len(choice.prompt) + choice.sampling.max_tokens
+            wait_s = self._caller.text_wait_s(now_ms / 1000.0, most)
+            if wait_s > 0.0:
+                self.lost(place, Refused(Outcome.REJECTED, TOO_MANY_TOKENS.format(self._caller.name), wait_s))
+                return
+        text = StageText(requests, position, model.tokenizer, prompt, on_text, self._caller)
+        try:
+            generation = self._dispatching.generate(
+                model.name,
+                text,
+                choice.prompt,
+                choice.sampling,
+                arrived_ms=now_ms,
+                ttft_ms=ttft_ms,
+                tpot_ms=tpot_ms,
+                client_id=self.client_id,
+            )
+        except KeyError:
+            text.close()
+            self.lost(place, Refused(Outcome.FAILED, f"'{model.name}' was removed from the plan"))
+            return
+        if position not in requests.refused_ids:
+            if self._is_over:  # another one was refused meanwhile
+                text.close()
+                self._dispatching.leave(generation)
+            else:
+                requests.texts[position] = generation, text
+
+    def _is_streamed(self, place: int) -> bool:
+        return self._on_text is not None and not self._interface.graph.stages[place].later
+
+    def end_text(self, generation: OpenGeneration) -> None:
+        """Have no more tokens made: a text has all of its own."""
+        self._dispatching.leave(generation, is_answered=True)
+
+    def _expire_texts(self, place: int) -> None:
+        """Give up the texts of a stage that are not there in time."""
+        requests = self.stages[place]
+        for position, (generation, text) in list(requests.texts.items()):
+            if not self._is_over:
+                del requests.texts[position]
+                text.close()
+                self._dispatching.leave(generation)
+                reason = f"its text had {generation.tokens} tokens when it had to end. Ask for fewer, or raise the SLO"
+                self.lost(place, Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.LOST))
 
     def answered(self, place: int, position: int) -> None:
         """Go on after a request of a stage was answered."""

@@ -26,7 +26,7 @@ from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
-from tenuto.deployments.wire.peer import Endpoint
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.profiles.generation import StepCost
@@ -92,7 +92,8 @@ def plan() -> Plan:
 class Bench:
     """A gateway over a real language model, an emulated one, and a network that does not generate."""
 
-    def __init__(self) -> None:
+    def __init__(self, planned: Plan | None = None) -> None:
+        self.planned = planned or plan()
         self.port = unused_port()
         self.grpc_port = 0  # none
         self.unfinished_mib = 512
@@ -100,20 +101,22 @@ class Bench:
         self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
 
     async def start(self, **settings: Any) -> None:
-        planned = plan()
         self.replicas = {
             each.spec.gpulet: await LocalReplica.start(each.spec, each.user_config)
-            for each in Deployment(plan=planned).config().gpulets
+            for each in Deployment(plan=self.planned).config().gpulets
             if each.spec is not None
         }
-        finders = {name: each.endpoint for name, each in self.replicas.items()}
+        finders = {name: self.way_to(each) for name, each in self.replicas.items()}
         self.entry = Entry(lambda name: finders[name], unfinished_mib=self.unfinished_mib)
-        config = {**settings, "plan": planned.to_data(), "scheduler": {"name": "eager"}}
+        config = {**settings, "plan": self.planned.to_data(), "scheduler": {"name": "eager"}}
         config["listen"] = {"host": "127.0.0.1", "port": self.port}
         if self.grpc_port:
             config["grpc"] = {"host": "127.0.0.1", "port": self.grpc_port}
         await self.entry.follow(read_gateway_config(config))
         await until_ready(self.client)
+
+    def way_to(self, replica: LocalReplica) -> Finder:
+        return replica.endpoint
 
     async def close(self, *, is_client_open: bool = False) -> None:
         if not is_client_open:
@@ -497,7 +500,7 @@ async def handle(bench: Bench) -> TenutoHandle:
         return await bench.entry.endpoint("")
 
     dispatchers = DispatcherClient(lambda _name: find)
-    await dispatchers.apply(plan(), {"gateway": [spec.name for spec in plan().models]})
+    await dispatchers.apply(bench.planned, {"gateway": [spec.name for spec in bench.planned.models]})
     return TenutoHandle(dispatchers)
 
 
