@@ -30,6 +30,7 @@ NEVER = {
     "entry/service/inference.py: _ready": "the plan leaves the model unserved",
     "entry/protocols/embeddings.py: read_question": "the gateway's node cannot read the tokenizer",
     "entry/service/running_graph.py: _send_some": "the plan has the model no longer",
+    "dispatch/dispatcher.py: _add": "the scheduler runs no offline work",
     "dispatch/open_requests.py: refuse_larger": "the model is not profiled for so large a request",
     "dispatch/open_requests.py: refuse_removed": "the plan has the model no longer",
     "dispatch/dispatcher_process.py: _generate": "the plan has the model no longer",
