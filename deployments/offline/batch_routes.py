@@ -32,6 +32,7 @@ _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}  # unit
 _LONGEST_S = 30 * 86_400  # limit: of a completion window
 _FORM_BYTES = 1 << 12  # limit: of a form beside its file
+_AGAIN_S = 10.0  # pace: until a client asks again after the disk or the database refused
 _PAGE = 20  # default: entries of a list, as in OpenAI's interface
 Limit = Annotated[int, Query(ge=1, le=100)]
 
@@ -154,7 +155,8 @@ def _refusal(error: Exception) -> HttpError:
     if isinstance(error, MultiPartException):
         return HttpError(400, f"the form is not well-formed: {error.message}")
     status = 507 if isinstance(error, OSError) else 503
-    return HttpError(status, f"the store of batches cannot do this: {error}. Ask who runs this server.")
+    reason = f"the store of batches cannot do this: {error}. Ask who runs this server."
+    return HttpError(status, reason, retry_after_s=_AGAIN_S)
 
 
 def _json(document: object) -> Response:

@@ -30,6 +30,9 @@ NEVER = {
     "entry/service/inference.py: _ready": "the plan leaves the model unserved",
     "entry/protocols/embeddings.py: read_question": "the gateway's node cannot read the tokenizer",
     "entry/service/running_graph.py: _send_some": "the plan has the model no longer",
+    "entry/service/running_graph.py: _send_request": "its inputs do not fit the model any more",
+    "entry/service/running_graph.py: _send_prompt": "the plan has the model no longer",
+    "entry/service/stage_text.py: _read": "the plan's model no longer generates",
     "dispatch/dispatcher.py: _add": "the scheduler runs no offline work",
     "dispatch/open_requests.py: refuse_larger": "the model is not profiled for so large a request",
     "dispatch/open_requests.py: refuse_removed": "the plan has the model no longer",
@@ -54,7 +57,7 @@ def is_silent(call: ast.Call, name: str) -> bool:
     status = next((each for each in constants if type(each) is int), None)
     if name == "Refused":
         time = call.args[2] if len(call.args) > 2 else given.get("retry_after_s")
-        if "Rule.RAISED" in ast.unparse(call):  # answered 500: the model's own error
+        if any(rule in ast.unparse(call) for rule in ("Rule.RAISED", "Rule.INPUT")):  # answered 500 or 400
             return False
     elif name == "HttpError":
         time = given.get("retry_after_s")
