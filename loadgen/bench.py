@@ -19,13 +19,12 @@ from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.serve.endpoint import client_key, generating_model, get_told, model_metadata, why_unread
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
-from tenuto.loadgen.application_load import client_targets, make_client_schedule, scaled_slos
 from tenuto.loadgen.clients.actors import RayClients
 from tenuto.loadgen.clients.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients.group import ClientGroup, LocalClient
 from tenuto.loadgen.clients.priority import preferred
 from tenuto.loadgen.records import Records, merge, unsent
-from tenuto.loadgen.schedule import Schedule, seed_for
+from tenuto.loadgen.schedule import Schedule, make_client_schedule, seed_for
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts, SizedBodies, make_bodies, read_bodies, unbounded_inputs
 from tenuto.loadgen.verdict import Verdict, judge, summarise
@@ -34,7 +33,7 @@ from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.application import Application
 from tenuto.placement.generates import Lengths
 from tenuto.placement.versions import by_model
-from tenuto.placement.workload import own_demands
+from tenuto.placement.workload import client_targets, own_demands
 from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
@@ -127,7 +126,7 @@ def run_bench(
             "the plan serves no model, so there is nothing to ask. Plan with more GPUs or another policy."
         )
     specs = client_targets(models, applications)
-    applications = scaled_slos(applications, options.slo_scale)
+    applications = tuple(app.with_slo_scaled(options.slo_scale) for app in applications)
     arrivals = (options.duration_s, options.seed, options.rate_scale)
     schedule = make_client_schedule(specs, applications, *arrivals)
     groups = by_model(models)

@@ -15,18 +15,20 @@ import numpy as np
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.application_load import Joins
 from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.errors import refused
-from tenuto.loadgen.application_load import Joins, make_application_load
 from tenuto.loadgen.figures import outcome_figures
+from tenuto.loadgen.schedule import make_client_schedule, make_load
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policy import load_policy
+from tenuto.placement.workload import client_targets
 from tenuto.profiles import Profiles
 
 
@@ -87,7 +89,9 @@ class ControlledSimulation:
     def _load(self, rate_scale: float) -> tuple[ControlledLoad, Joins]:
         models = beside(self.workload.models, self.folder)
         applications = beside(self.plan.applications or self.workload.applications, self.folder)  # as it splits them
-        load = make_application_load(models, applications, self.duration_s, self.seed, rate_scale)
+        targets = client_targets(models, applications)
+        schedule = make_client_schedule(targets, applications, self.duration_s, self.seed, rate_scale)
+        load = make_load(models, schedule, self.seed)
         arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
         joins = Joins(load, response_ms=self.network.response_ms)
         if not applications:

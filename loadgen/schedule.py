@@ -8,16 +8,19 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.batching.virtual.application_load import ApplicationLoad, make_application_load
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
 from tenuto.placement.arrivals.arrival_processes import arrival_times, arrival_tokens, process_of, read_trace
+from tenuto.placement.workload import client_targets, draw_sizes
 
 MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration gives an error instead of using all memory
 
@@ -159,6 +162,59 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     names = tuple(spec.name for spec in models)
     notes = (*_notes(models), *_cut(models, duration_s))
     return Schedule(merged[order], index[order], names, duration_s, notes, tokens=tokens)
+
+
+def make_client_schedule(
+    targets: Sequence[ModelSpec],
+    applications: Sequence[Application],
+    duration_s: float,
+    seed: int,
+    rate_scale: float = 1.0,
+) -> Schedule:
+    """Return when clients send what, and how large it is.
+
+    Args:
+        targets: what `client_targets` returns.
+        applications: the last of them.
+        duration_s: length of the run.
+        seed: 0 or larger; each model and application draws from its own stream.
+        rate_scale: factor on every rate.
+
+    Raises:
+        InvalidInputError: as in `make_schedule`. A problem of an application names it under `applications`.
+    """
+    try:
+        schedule = replace(make_schedule(targets, duration_s, seed, rate_scale), applications=tuple(applications))
+        names = {spec.name: tuple(spec.sizes) for spec in targets if spec.sizes}
+        if not names:
+            return schedule
+        sizes = draw_sizes(
+            targets, schedule.model_index, lambda at, name: seed_for(seed, "sizes", targets[at].name, name)
+        )
+        return replace(schedule, sizes=sizes, size_names=names)
+    except InvalidInputError as error:
+        problems = []
+        for problem in error.problems:
+            owner = next((a.name for a in applications if problem.path.startswith(f"models.{a.name}.")), None)
+            path = problem.path if owner is None else f"applications{problem.path.removeprefix('models')}"
+            problems.append(replace(problem, path=path))
+        if not problems:
+            raise
+        raise InvalidInputError(problems) from error
+
+
+def make_load(models: Sequence[ModelSpec], schedule: Schedule, seed: int) -> ApplicationLoad:
+    """Return the requests to the models of a plan or workload that a schedule of clients makes."""
+    return make_application_load(
+        models,
+        schedule.applications,
+        client_targets(models, schedule.applications),
+        schedule.times_ms,
+        schedule.model_index,
+        partial(seed_for, seed),
+        sizes=schedule.sizes,
+        tokens=schedule.tokens,
+    )
 
 
 def _cut(models: Sequence[ModelSpec], duration_s: float) -> tuple[str, ...]:

@@ -16,19 +16,22 @@ from tenuto.batching.core.build import everywhere, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.application_load import ApplicationLoad, Joins
 from tenuto.batching.virtual.criterion import Goal, HostedModels, Stop, Trial, never, try_load
 from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA
 from tenuto.errors import Problem, one_of, refused
-from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.result_folder import provenance
+from tenuto.loadgen.schedule import Schedule, make_client_schedule, make_load
 from tenuto.loadgen.verdict import add_size_classes, judge, summarise
 from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.application import Application
+from tenuto.placement.deadline_split import split_deadlines
+from tenuto.placement.workload import client_targets
 from tenuto.profiles import Profiles
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
@@ -68,7 +71,7 @@ class Simulation:
                 rule = "a model that generates cannot be simulated beside others on its gpu-let"
                 raise refused(f"gpulets.{gpulet.id}", None, rule, "Give it a gpu-let of its own.")
         plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
-        applications = scaled_slos(plan.applications, slo_scale)
+        applications = tuple(app.with_slo_scaled(slo_scale) for app in plan.applications)
         return cls(plan.models, applications, from_plan(plan, network, check_slos=False), plan, **how)
 
     @classmethod
@@ -83,7 +86,8 @@ class Simulation:
         folder: Path = Path(),
         **how: Any,
     ) -> Simulation:
-        """Return the simulation of a workload on a cluster in which every GPU hosts every model.
+        """Return the simulation of a workload on a cluster in which every GPU hosts every model. Deadlines of
+        applications are split as the planner splits them.
 
         Args:
             workload: a workload with at least one model; its settings for merging are ignored.
@@ -97,9 +101,10 @@ class Simulation:
         Raises:
             InvalidInputError: no GPU can serve a model, for example because no batch can meet its SLO.
         """
+        workload = split_deadlines(workload, cluster, profiles)
         workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
         system = everywhere(workload, cluster, profiles, network)
-        applications = scaled_slos(beside(workload.applications, folder), slo_scale)
+        applications = tuple(app.with_slo_scaled(slo_scale) for app in beside(workload.applications, folder))
         return cls(beside(workload.models, folder), applications, system, **how)
 
     def with_offline(self, offline: Mapping[str, float]) -> Simulation:
@@ -139,21 +144,26 @@ class Simulation:
 
     def run(self, rate_scale: float = 1.0) -> SimulatedRun:
         """Run all requests at a rate scale."""
-        load = self._load(rate_scale)
+        schedule = self._schedule(rate_scale)
+        load = make_load(self.models, schedule, self.seed)
         joins = Joins(load, response_ms=self.system.network.response_ms)
-        return SimulatedRun(self._simulate(load, joins), load, joins)
+        return SimulatedRun(self._simulate(load, joins), schedule, load, joins)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
-        load = self._load(rate_scale)
+        schedule = self._schedule(rate_scale)
+        load = make_load(self.models, schedule, self.seed)
         begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
         joins = Joins(load, counted_from_ms=begin_ms, response_ms=self.system.network.response_ms)
         models = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
-        judged = _WithApplications(load, self.system, joins, models, begin_ms) if load.applications else models
+        judged = (
+            _WithApplications(schedule, load, self.system, joins, models, begin_ms) if load.applications else models
+        )
         return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
 
-    def _load(self, rate_scale: float) -> ApplicationLoad:
-        return make_application_load(self.models, self.applications, self.duration_s, self.seed, rate_scale)
+    def _schedule(self, rate_scale: float) -> Schedule:
+        targets = client_targets(self.models, self.applications)
+        return make_client_schedule(targets, self.applications, self.duration_s, self.seed, rate_scale)
 
     def _simulate(self, load: ApplicationLoad, joins: Joins, stop: Stop = never) -> SimulationResult:
         return simulate(
@@ -182,14 +192,20 @@ class _WithApplications:
     """
 
     def __init__(
-        self, load: ApplicationLoad, system: System, joins: Joins, models: HostedModels, begin_ms: float
+        self,
+        schedule: Schedule,
+        load: ApplicationLoad,
+        system: System,
+        joins: Joins,
+        models: HostedModels,
+        begin_ms: float,
     ) -> None:
         self._load, self._joins, self._models, self._begin_ms = load, joins, models, begin_ms
         place = {model.name: index for index, model in enumerate(system.reported)}
         stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
         hosted = system.reported_served
         self._complete = [name for name, parts in stages.items() if parts <= hosted]
-        self._alone = {system.reported[m].name for m in hosted} & {*load.schedule.names}
+        self._alone = {system.reported[m].name for m in hosted} & {*schedule.names}
 
     def _of_models(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         return {name: count for name, count in counts.items() if name in self._alone}
@@ -217,6 +233,7 @@ class SimulatedRun:
     """A run in virtual time and its requests; `joins` if some are those of applications."""
 
     result: SimulationResult
+    schedule: Schedule
     load: ApplicationLoad
     joins: Joins
 
@@ -232,7 +249,7 @@ class SimulatedRun:
     def records(self) -> Records:
         """Return one row for each request of clients; one to an application has no batch of its own."""
         records = simulated_records(self.result, self.load)
-        return _records_of_clients(records, self.load, self.joins) if self.load.applications else records
+        return _records_of_clients(records, self.schedule, self.load, self.joins) if self.load.applications else records
 
     def _summarise(self, records: Records) -> dict[str, Any]:
         result = self.result
@@ -240,7 +257,7 @@ class SimulatedRun:
         generating = [names[result.system.reported_of[gpulet.model]] for gpulet in result.system.generating]
         return summarise(
             records,
-            self.load.schedule.names,
+            self.schedule.names,
             warmup_ms=1000.0 * result.warmup_s,
             duration_ms=1000.0 * result.duration_s,
             applications=self.load.applications,
@@ -277,8 +294,8 @@ class SimulatedRun:
             "errors": [],
             "slos_ms": slos,
             "token_slos": {names[index]: slo.model_dump() for index, slo in result.token_slos.items()},
-            "schedule_hash": self.load.schedule.hash,
-            "schedule_notes": list(self.load.schedule.notes),
+            "schedule_hash": self.schedule.hash,
+            "schedule_notes": list(self.schedule.notes),
             "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
             **provenance(command),
             "plan": None if plan is None else plan.to_data(),
@@ -324,9 +341,8 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
     return records
 
 
-def _records_of_clients(records: Records, load: ApplicationLoad, joins: Joins) -> Records:
+def _records_of_clients(records: Records, schedule: Schedule, load: ApplicationLoad, joins: Joins) -> Records:
     """Return the rows of clients' requests from those of the requests to models and the ends of calls."""
-    schedule = load.schedule
     is_call = schedule.model_index >= len(schedule.names) - len(load.applications)
     alone = records.where(load.owner < 0)
     alone.request, alone.model = np.flatnonzero(~is_call), schedule.model_index[~is_call]

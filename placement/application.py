@@ -237,15 +237,9 @@ class Application(StrictModel):
         stages = tuple(stage.model_copy(update={"budget_ms": None}) for stage in self.stages)
         return self.model_copy(update={"stages": stages})
 
-    def complete_by_ms(self, stage: Stage) -> float:
-        """Return when the stage must be complete, counted from the arrival of the application's request.
-
-        When earlier stages take less than their budgets, this stage has the time that is left over as well.
-        """
-        before, behind = self._reaches(self._weights)
-        return (
-            self.slo_ms * before[stage.label] / (before[stage.label] + behind[stage.label] - self._weights[stage.label])
-        )
+    def with_slo_scaled(self, factor: float) -> Application:
+        """Return the application with its SLO multiplied."""
+        return self.model_copy(update={"slo_ms": self.slo_ms * factor})
 
     def _reaches(self, weights: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """Return the largest sum of weights on a path from the begin to each stage, and from it to the end, with its

@@ -507,6 +507,20 @@ def own_demands(models: Iterable[ModelSpec], applications: Iterable[Application]
     return alone
 
 
+def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> list[ModelSpec]:
+    """Return the models that clients ask by themselves, and behind them the applications, which clients ask as they ask
+    models."""
+    by_name = {spec.name: spec for spec in models}
+    targets = own_demands(models, applications)
+    for app in applications:
+        first = [by_name[app.model_name(stage)] for stage in app.stages if not stage.after]
+        sizes = {name: lengths for spec in first for name, lengths in spec.sizes.items()}
+        targets.append(
+            ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival, sizes=sizes)
+        )
+    return targets
+
+
 def lacking(models: Iterable[ModelSpec], edits: Mapping[str, ModelSpec | None]) -> list[str]:
     """Return the models whose edited entries are not among those of a plan, or that are although they are removed
     (None). Rates do not count: whoever plans may plan for others."""

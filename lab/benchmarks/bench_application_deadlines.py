@@ -24,11 +24,13 @@ from tenuto.batching.applications.stage_times import StageTimes
 from tenuto.batching.core.build import with_stages
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.application_load import Joins
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.loadgen.application_load import Joins, make_application_load
+from tenuto.loadgen.schedule import make_client_schedule, make_load
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application
+from tenuto.placement.workload import client_targets
 from tenuto_lab.applications.pard import PardEstimates, PardRun, PardScheduler
 from tenuto_lab.applications.random_graphs import Case, draw_case, nexus_split, with_budgets
 
@@ -112,7 +114,8 @@ def try_rule(case: Case, rule: str, calls: int, slos: float = 0.0) -> Figures:
     models = [ModelSpec(name=m.name, rate_rps=m.rate_rps, slo_ms=m.slo_ms) for m in system.models]
     total_rps = sum(app.rate_rps for app in apps)
     duration_s = max(calls / total_rps, slos * max(app.slo_ms for app in apps) / 1000.0)
-    load = make_application_load(models, apps, duration_s, case.seed)
+    schedule = make_client_schedule(client_targets(models, apps), apps, duration_s, case.seed)
+    load = make_load(models, schedule, case.seed)
     begin_ms = WARM_UP * duration_s * 1000.0
     make_run: Callable[[ApplicationGraph, float, float, StageTimes], ApplicationRun] = run
     if rule == "pard":

@@ -46,14 +46,14 @@ def main() -> int:
     document, records = run.describe(plan, options={"seed": 0}, command=["bench_report"])
     with tempfile.TemporaryDirectory() as name:
         began = time.perf_counter()
-        write_run_files(Path(name), document, records, run.load.schedule)
+        write_run_files(Path(name), document, records, run.schedule)
         written = time.perf_counter()
         page = write_report(name)
         rendered = time.perf_counter()
         sizes = {path.name: path.stat().st_size for path in Path(name).iterdir()}
         page_mb = page.stat().st_size / 1e6
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    requests = len(run.load.schedule)
+    requests = len(run.schedule)
     print(f"{requests:,} requests: files {written - began:.1f} s, page from files {rendered - written:.1f} s")
     print(f"page {page_mb:.2f} MB, most memory of the process, simulation included, {memory_mib:.0f} MiB")
     print({key: f"{size / 1e6:.2f} MB" for key, size in sorted(sizes.items())})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tenuto.batching.applications.application_graph import ApplicationGraph
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.placement.application import Application
 
@@ -76,7 +77,9 @@ class StageSender:
         stage = walk.application.stages[index]
         model = walk.application.model_name(stage)
         walk.due_at[index] = self._now_s()
-        left_ms = walk.application.complete_by_ms(stage) - (self._now_s() - walk.begun_at) * 1000.0
+        budgets = [walk.application.budget_ms(each) for each in walk.application.stages]
+        behind_ms = ApplicationGraph.of(walk.application).longest_behind(budgets)[index]
+        left_ms = walk.application.slo_ms - behind_ms - (self._now_s() - walk.begun_at) * 1000.0
         for number in range(stage.usual_requests):
             bodies = self._bodies[model]
             prepared = self._sender.prepare(model, bodies[(walk.token + number) % len(bodies)], left_ms)

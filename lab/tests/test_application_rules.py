@@ -9,10 +9,12 @@ import pytest
 
 from tenuto.batching.applications.application_graph import ApplicationGraph
 from tenuto.batching.applications.stage_times import StageTimes
+from tenuto.batching.virtual.application_load import Joins
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.loadgen.application_load import Joins, make_application_load
+from tenuto.loadgen.schedule import make_client_schedule, make_load
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
+from tenuto.placement.workload import client_targets
 from tenuto_lab.applications.pard import PardEstimates, PardRun, PardScheduler
 from tenuto_lab.applications.random_graphs import Case, draw_case, nexus_split, with_budgets
 
@@ -44,7 +46,8 @@ def served(case: Case) -> tuple[Joins, float]:
     halves = {name: ms / 2.0 for name, ms in budgets.items()}
     system = case.system(budgets, halves)
     models = [ModelSpec(name=m.name, rate_rps=m.rate_rps or 1.0, slo_ms=m.slo_ms) for m in system.models]
-    load = make_application_load(models, apps, 300 / sum(app.rate_rps for app in apps), 0)
+    duration_s = 300 / sum(app.rate_rps for app in apps)
+    load = make_load(models, make_client_schedule(client_targets(models, apps), apps, duration_s, 0), 0)
     durations = {name: case.latency[name].at(case.largest_within(name, ms)) for name, ms in halves.items()}
     joins = Joins(load, make_run=partial(PardRun, estimates=PardEstimates(durations)))
     result = simulate(

@@ -66,7 +66,7 @@ def command(
     simulation = arguments.simulation().with_offline(_backlog(offline))
     out = _report_folder(folder, force=force)
     run = simulation.run(rate_scale)
-    for note in run.load.schedule.notes:
+    for note in run.schedule.notes:
         tell(note)
     summary = run.summary()
     if not printed_as_json(summary):
@@ -170,5 +170,5 @@ def _write_report(folder: Path, run: SimulatedRun, simulation: Simulation, rate_
         **simulation.options,
     }
     document, records = run.describe(simulation.plan, options=settings, command=command_line())
-    write_run_files(folder, document, records, run.load.schedule)
+    write_run_files(folder, document, records, run.schedule)
     write_report(folder, Run(document, records, simulation.plan))

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.batching.virtual.application_load import ApplicationLoad
 from tenuto.documents import parse_document
-from tenuto.loadgen.application_load import ApplicationLoad, client_targets, make_application_load, make_client_schedule
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
+from tenuto.loadgen.schedule import Schedule, make_client_schedule, make_load
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.placement import Workload
+from tenuto.placement.workload import client_targets
 from tests.instruments.virtual_loop import LoopTimer, VirtualLoop
 
 FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
@@ -80,13 +82,16 @@ class FakeSender:
         pass
 
 
+def schedule_of(work: Workload, duration_s: float = 0.1, seed: int = 0) -> Schedule:
+    return make_client_schedule(client_targets(work.models, work.applications), work.applications, duration_s, seed)
+
+
 def load_of(work: Workload, duration_s: float = 0.1, seed: int = 0) -> ApplicationLoad:
-    return make_application_load(work.models, work.applications, duration_s, seed)
+    return make_load(work.models, schedule_of(work, duration_s, seed), seed)
 
 
 def job_of(work: Workload, duration_s: float = 0.1, **settings: Any) -> ClientJob:
-    asked = client_targets(work.models, work.applications)
-    schedule = make_client_schedule(asked, work.applications, duration_s, 0)
+    asked, schedule = client_targets(work.models, work.applications), schedule_of(work, duration_s)
     stages = {app.name: tuple(stage.label for stage in app.stages) for app in work.applications}
     targets = tuple(ModelTarget(m.name, m.slo_ms, (Body(b""),), stages=stages.get(m.name, ())) for m in asked)
     given = {"grace_s": 0.5, "connections": 1, **settings}

@@ -10,8 +10,8 @@ import pytest
 from tenuto.batching.applications.application_run import ApplicationRun
 from tenuto.batching.core.build import everywhere
 from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.application_load import ApplicationLoad, Joins
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.loadgen.application_load import ApplicationLoad, Joins, make_application_load
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster
 from tenuto.profiles import Profiles
@@ -128,7 +128,7 @@ def test_what_cannot_end_costs_nothing_more() -> None:
 @pytest.mark.parametrize("scheduler", ["deferred", "symphony", "eager"])
 def test_nothing_of_a_lost_call_begins_after_the_loss(scheduler: str) -> None:
     work = workload(ocr(rate_rps=250.0), traffic(rate_rps=60.0))
-    load = make_application_load(work.models, work.applications, 5.0, 1)
+    load = load_of(work, 5.0, 1)
     lost_at: dict[float, float] = {}  # by the time of arrival
 
     class NotedRun(ApplicationRun):

@@ -11,16 +11,17 @@ import pytest
 from pyarrow import parquet
 
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.application_load import make_application_load
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.report.run_page import render_page
 from tenuto.loadgen.run import load_run
 from tenuto.loadgen.run_files import describe, write_run_files
+from tenuto.loadgen.schedule import make_client_schedule, make_load
 from tenuto.loadgen.senders.payloads import SizedBodies
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec, Plan
 from tenuto.placement.application import Application
+from tenuto.placement.workload import client_targets
 from tests.instruments.fake_server import FakeServer, fake_server, signature
 from tests.instruments.live import LONG_MS, PATIENCE_S
 
@@ -60,10 +61,10 @@ def sent(server: FakeServer) -> dict[int, list[dict[str, Any]]]:
 def test_each_request_has_the_sizes_that_are_drawn_for_it(tensors: str) -> None:
     with fake_server({"m": METADATA, "f": signature(4)}) as server:
         result = run_bench([spec("f", {}), spec()], options(server.url, seed=5, tensors=tensors))
-    drawn = make_application_load([spec("f", {}), spec()], (), 0.1, 5)
+    drawn = make_client_schedule([spec("f", {}), spec()], (), 0.1, 5)
     assert drawn.sizes is not None
     assert np.array_equal(result.records.sizes, drawn.sizes[result.records.request])
-    assert result.schedule.hash == drawn.schedule.hash
+    assert result.schedule.hash == drawn.hash
     assert result.schedule.notes == ()
     shapes = {number: [each["shape"] for each in inputs] for number, inputs in sent(server).items()}
     for number, model, (width, height) in zip(
@@ -118,13 +119,21 @@ def test_requests_of_stages_have_sizes_too() -> None:
     stages = [{"model": "m", "count": 2}, {"name": "again", "model": "m", "after": ["m"]}]
     application = Application.model_validate({"name": "a", "rate_rps": 50, "slo_ms": LONG_MS, "stages": stages})
     models = [spec("a.m"), spec("a.again"), spec("alone")]
-    load = make_application_load(models, [application], 2.0, 3)
+    targets = client_targets(models, [application])
+    schedule, other = (make_client_schedule(targets, [application], 2.0, seed) for seed in (3, 4))
+    load = make_load(models, schedule, 3)
     assert load.sizes is not None
     assert (load.sizes >= [3, 1]).all()
-    assert load.schedule.hash != make_application_load(models, [application], 2.0, 4).schedule.hash
-    lone = make_application_load([models[2]], (), 2.0, 3)
+    assert schedule.sizes is not None
+    assert schedule.hash != other.hash
+    lone = make_client_schedule([models[2]], (), 2.0, 3)
     assert lone.sizes is not None
     assert np.array_equal(load.sizes[load.model_index == 2], lone.sizes)
+    sent = schedule.sizes[schedule.model_index == 1]  # the client's, which both requests of the first stage have
+    assert np.array_equal(load.sizes[load.model_index == 0], np.repeat(sent, 2, axis=0))
+    again = load.sizes[load.model_index == 1]
+    assert again.shape == sent.shape
+    assert not np.array_equal(again, sent)
 
 
 def test_bodies_of_all_sizes_are_pieces_of_one_tensor() -> None:
@@ -167,7 +176,7 @@ def test_files_of_measured_and_simulated_runs_have_the_same_sizes_and_classes(tm
     run = Simulation.of_plan(PLAN, duration_s=0.5, warmup_s=0.0, seed=7).run()
     simulated, records = run.describe(PLAN, options={"seed": 7}, command=[])
     (tmp_path / "simulated").mkdir()
-    write_run_files(tmp_path / "simulated", simulated, records, run.load.schedule)
+    write_run_files(tmp_path / "simulated", simulated, records, run.schedule)
     tables = [parquet.read_table(tmp_path / name / "requests.parquet") for name in ("live", "simulated")]
     for column in ("request", "size_width", "size_height"):
         assert tables[0][column].to_pylist() == tables[1][column].to_pylist()

@@ -13,9 +13,9 @@ import pytest
 
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.loadgen.application_load import make_client_schedule
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
+from tenuto.loadgen.schedule import make_client_schedule
 from tenuto.loadgen.senders.answer_reader import AnswerReader
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.files import parse_yaml
-from tenuto.loadgen.application_load import make_application_load
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.workload import lacking, own_demands
 from tenuto.profiles import Profiles
+from tests.instruments.fan_out import load_of
 
 FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
 DETECT: dict[str, Any] = {"name": "detect", "latency": FAST}
@@ -83,13 +83,13 @@ def test_all_rates_are_scaled_together_and_count_in_no_comparison_of_entries() -
 
 def test_clients_and_applications_arrive_apart() -> None:
     work = workload(GRAPH)
-    load = make_application_load(work.models, work.applications, 20.0, 1)
+    load = load_of(work, 20.0, 1)
     place = {model.name: index for index, model in enumerate(work.models)}
     alone = load.model_index[load.owner < 0]
     assert set(alone.tolist()) == {place["read"]}
     assert 150 < len(alone) < 250
     only = workload(GRAPH, models=(DETECT, {**READ, "rate_rps": 0.0}))
-    calls = make_application_load(only.models, only.applications, 20.0, 1)
+    calls = load_of(only, 20.0, 1)
     assert (calls.owner >= 0).all()
     assert [at for _, at in calls.calls.values()] == [at for _, at in load.calls.values()]
 

@@ -12,7 +12,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.clients.client import Client, ClientReport
 from tenuto.outcome import OUTCOMES
 from tenuto.placement.application import Application
-from tests.instruments.fan_out import FakeSender, Told, game, job_of, load_of, send, traffic, workload
+from tests.instruments.fan_out import FakeSender, Told, game, job_of, load_of, schedule_of, send, traffic, workload
 from tests.instruments.virtual_loop import LoopTimer, VirtualLoop
 
 ALONE = {"name": "alone", "rate_rps": 100, "slo_ms": 500, "latency": {"alpha_ms": 1, "beta_ms": 5}}
@@ -79,8 +79,8 @@ def test_a_stop_waits_for_the_requests_under_way() -> None:
 
 
 def test_the_hash_covers_what_follows_on_what(tmp_path: Any) -> None:
-    first, again = (load_of(workload(traffic())).schedule for _ in range(2))
-    other = load_of(workload(traffic(stages=traffic()["stages"][:3]))).schedule
+    first, again = (schedule_of(workload(traffic())) for _ in range(2))
+    other = schedule_of(workload(traffic(stages=traffic()["stages"][:3])))
 
     assert first.hash == again.hash != other.hash
     assert np.array_equal(first.times_ms, other.times_ms)

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,10 @@ from tenuto.batching.applications.application_run import ApplicationRun
 from tenuto.batching.applications.stage_times import StageTimes
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.batching.virtual.virtual_steps import RequestTokens
-from tenuto.errors import InvalidInputError
-from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
-from tenuto.placement.application import Application, in_order
+from tenuto.placement.application import Application, Stage, in_order
 from tenuto.placement.generation_capacity import with_lengths
-from tenuto.placement.workload import draw_sizes, own_demands
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class ApplicationLoad:
     stage: NDArray[np.int32]
     calls: dict[int, tuple[int, float]]
     applications: tuple[Application, ...]
-    schedule: Schedule
     tokens: RequestTokens | None = None  # of each request, when a model generates
     sizes: NDArray[np.int64] | None = None  # a row for each request, when requests of a model vary in size
 
@@ -189,99 +186,103 @@ class Joins:
         return {name: sum(row[Outcome.EXPIRED :]) for name, row in self.counts().items()}
 
 
-def scaled_slos(applications: Iterable[Application], factor: float) -> tuple[Application, ...]:
-    """Return applications with every SLO multiplied."""
-    return tuple(app.model_copy(update={"slo_ms": app.slo_ms * factor}) for app in applications)
-
-
 def make_application_load(
     models: Sequence[ModelSpec],
     applications: Sequence[Application],
-    duration_s: float,
-    seed: int,
-    rate_scale: float = 1.0,
+    targets: Sequence[ModelSpec],
+    times_ms: NDArray[np.float64],
+    target_index: NDArray[np.int32],
+    draws: Callable[..., np.random.Generator],
+    *,
+    sizes: NDArray[np.int64] | None = None,
+    tokens: RequestTokens | None = None,
 ) -> ApplicationLoad:
-    """Return the load of a plan or workload. Applications arrive by their own process, and so do the requests that
-    clients make of models by themselves. How many requests a stage with `map` makes is drawn for every call.
+    """Return the requests to models that what clients send makes. How many requests a stage with `map` makes is drawn
+    for every call, and how large requests are that clients do not send themselves.
 
     Args:
         models: the models of the plan, with those that are stages; positions are the models' indices.
         applications: applications whose stages are among the models.
-        duration_s: length of the run.
-        seed: 0 or larger; each model and application draws from its own stream.
-        rate_scale: factor on every rate.
-
-    Raises:
-        InvalidInputError: as in `make_schedule`.
+        targets: what clients ask: some of the models, and behind them the applications.
+        times_ms: when clients send, ascending.
+        target_index: what they send then, by its place among the targets.
+        draws: returns the source of randomness for a purpose, which is some words.
+        sizes: of what they send, a row each, in the order of the target's sizes.
+        tokens: of what they send, when a model generates.
     """
     index = {spec.name: position for position, spec in enumerate(models)}
-    targets = client_targets(models, applications)
     alone = targets[: len(targets) - len(applications)]
-    schedule = make_client_schedule(targets, applications, duration_s, seed, rate_scale)
-    drawn = schedule.model_index
     blocks = []
     for place, spec in enumerate(alone):
-        mine = np.flatnonzero(drawn == place)
-        blocks.append(_Requests(mine, np.zeros(len(mine), dtype=bool), index[spec.name], 0, spec.slo_ms))
+        mine = np.flatnonzero(target_index == place)
+        given = None if sizes is None else sizes[mine]
+        blocks.append(_Requests(mine, np.zeros(len(mine), dtype=bool), index[spec.name], 0, spec.slo_ms, given))
     for place, app in enumerate(applications, len(alone)):
-        blocks += _stage_requests(app, np.flatnonzero(drawn == place), index, seed)
+        mine = np.flatnonzero(target_index == place)
+        for stage, entry, waits in _stage_requests(app, mine, draws):
+            model = index[app.model_name(stage)]
+            drawn = _stage_sizes(models[model], stage, targets[place], entry, sizes, partial(draws, "sizes", app.name))
+            blocks.append(_Requests(entry, waits, model, app.stages.index(stage), app.slo_ms, drawn))
     if not blocks:
         blocks.append(_Requests(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), 0, 0, 0.0))
     entry = np.concatenate([each.entry for each in blocks])
-    stage = np.concatenate([np.full(len(each.entry), each.stage, dtype=np.int32) for each in blocks])
+    stage_index = np.concatenate([np.full(len(each.entry), each.stage, dtype=np.int32) for each in blocks])
     is_later = np.concatenate([each.is_later for each in blocks])
-    order = np.lexsort((stage, entry, is_later))
+    order = np.lexsort((stage_index, entry, is_later))
     entry = entry[order]
-    at_ms = schedule.times_ms[entry]
-    is_call = drawn >= len(alone)
+    at_ms = times_ms[entry]
+    is_call = target_index >= len(alone)
     number_of_call = np.where(is_call, np.cumsum(is_call) - 1, -1)
     called = np.flatnonzero(is_call)
-    model_index = np.concatenate([np.full(len(each.entry), each.model, dtype=np.int32) for each in blocks])[order]
     allowed_ms = np.concatenate([np.full(len(each.entry), each.allowed_ms) for each in blocks])[order]
-    sizes_of_rows = None
-    if any(spec.sizes for spec in models):
-        sizes_of_rows = draw_sizes(models, model_index, lambda at, name: seed_for(seed, "sizes", models[at].name, name))
+    none = np.zeros(len(times_ms), np.int64)
+    sent = (tokens or RequestTokens(none, none)).of(entry)
     return ApplicationLoad(
         times_ms=np.where(is_later[order], np.nan, at_ms),
-        model_index=model_index,
+        model_index=np.concatenate([np.full(len(each.entry), each.model, dtype=np.int32) for each in blocks])[order],
         deadlines_ms=at_ms + allowed_ms,
         owner=number_of_call[entry],
-        stage=stage[order],
+        stage=stage_index[order],
         calls=dict(
-            enumerate(zip((drawn[called] - len(alone)).tolist(), schedule.times_ms[called].tolist(), strict=True))
+            enumerate(zip((target_index[called] - len(alone)).tolist(), times_ms[called].tolist(), strict=True))
         ),
         applications=tuple(applications),
-        schedule=schedule,
-        tokens=_tokens(models, applications, schedule, entry, stage[order], seed),
-        sizes=sizes_of_rows,
+        tokens=_tokens(models, applications, target_index[entry] - len(alone), stage_index[order], sent, draws),
+        sizes=_sizes_of(models, blocks)[order] if any(spec.sizes for spec in models) else None,
     )
 
 
 def _tokens(
     models: Sequence[ModelSpec],
     applications: Sequence[Application],
-    schedule: Schedule,
-    entry: NDArray[np.int64],
+    application: NDArray[np.integer[Any]],
     stage: NDArray[np.int32],
-    seed: int,
+    sent: RequestTokens,
+    draws: Callable[..., np.random.Generator],
 ) -> RequestTokens | None:
-    """Return the tokens of each request, by its arrival and its stage; None where no model generates."""
+    """Return the tokens of each request, which clients sent or which are drawn for its stage; None where no model
+    generates.
+
+    Args:
+        models, applications, draws: as in `make_application_load`.
+        application: of each request, by its place; negative if it belongs to none.
+        stage: of each request, by its place in the application.
+        sent: of each request, what the client sent with it.
+    """
     writing = {spec.name: with_lengths(spec).generates for spec in models if spec.generates is not None}
     if not writing:
         return None
-    none = np.zeros(len(schedule.times_ms), np.int64)
-    tokens = (schedule.tokens or RequestTokens(none, none)).of(entry)
-    for number, app in enumerate(applications, len(schedule.names) - len(applications)):
+    for number, app in enumerate(applications):
         for place, each in enumerate(app.stages):
             generates = writing.get(app.model_name(each))
             if generates is not None and generates.prompt_tokens is not None and generates.output_tokens is not None:
-                mine = np.flatnonzero((schedule.model_index[entry] == number) & (stage == place))
-                lengths = (tokens.prompt, generates.prompt_tokens), (tokens.output, generates.output_tokens)
+                mine = np.flatnonzero((application == number) & (stage == place))
+                lengths = (sent.prompt, generates.prompt_tokens), (sent.output, generates.output_tokens)
                 for name, (column, drawn) in zip(("prompt_tokens", "output_tokens"), lengths, strict=True):
-                    column[mine] = drawn.draw(len(mine), seed_for(seed, name, app.name, each.label))
+                    column[mine] = drawn.draw(len(mine), draws(name, app.name, each.label))
                 if each.parameters is not None and each.parameters.max_tokens is not None:
-                    tokens.output[mine] = np.minimum(tokens.output[mine], each.parameters.max_tokens)
-    return tokens
+                    sent.output[mine] = np.minimum(sent.output[mine], each.parameters.max_tokens)
+    return sent
 
 
 class _Requests(NamedTuple):
@@ -292,84 +293,58 @@ class _Requests(NamedTuple):
     model: int
     stage: int
     allowed_ms: float
+    sizes: NDArray[np.int64] | None = None  # a row for each request, in the order of the model's sizes
 
 
 def _stage_requests(
-    application: Application, entries: NDArray[np.int64], index: Mapping[str, int], seed: int
-) -> Iterator[_Requests]:
-    """Yield the requests of every stage for the arrivals at these places of the schedule.
+    application: Application, entries: NDArray[np.int64], draws: Callable[..., np.random.Generator]
+) -> Iterator[tuple[Stage, NDArray[np.int64], NDArray[np.bool_]]]:
+    """Yield every stage with its requests for the arrivals at these places of the schedule, and which of them wait for
+    others.
 
     Functions make Poisson numbers of requests, unless they make `count` at most. Those of a stage behind stages without
     requests do not wait.
     """
     is_open: dict[str, NDArray[np.bool_]] = {}  # by stage and arrival: whether stages that wait for it have to wait
-    places = {stage.label: place for place, stage in enumerate(application.stages)}
     for stage in in_order(application.stages):
         counts = np.full(len(entries), int(stage.count), dtype=np.int64)
         if stage.most_requests > stage.count:
-            drawn = seed_for(seed, "counts", application.name, stage.label).poisson(stage.count, len(entries))
+            drawn = draws("counts", application.name, stage.label).poisson(stage.count, len(entries))
             counts = np.minimum(drawn, stage.most_requests)
         waits = (
             np.any([is_open[label] for label in stage.after], axis=0) if stage.after else np.zeros(len(entries), bool)
         )
         is_open[stage.label] = waits | (counts > 0)
-        yield _Requests(
-            np.repeat(entries, counts),
-            np.repeat(waits, counts),
-            index[application.model_name(stage)],
-            places[stage.label],
-            application.complete_by_ms(stage),
-        )
+        yield stage, np.repeat(entries, counts), np.repeat(waits, counts)
 
 
-def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> tuple[ModelSpec, ...]:
-    """Return the models that clients ask by themselves, and behind them the applications, which clients ask as they ask
-    models."""
-    by_name = {spec.name: spec for spec in models}
-    targets = own_demands(models, applications)
-    for app in applications:
-        first = [by_name[app.model_name(stage)] for stage in app.stages if not stage.after]
-        sizes = {name: lengths for spec in first for name, lengths in spec.sizes.items()}
-        targets.append(
-            ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival, sizes=sizes)
-        )
-    return tuple(targets)
+def _stage_sizes(
+    model: ModelSpec,
+    stage: Stage,
+    target: ModelSpec,
+    entry: NDArray[np.int64],
+    sent: NDArray[np.int64] | None,
+    draws: Callable[..., np.random.Generator],
+) -> NDArray[np.int64]:
+    """Return the sizes of a stage's requests: those that the client sent where the stage takes the application's
+    inputs, or else drawn ones."""
+    sizes = np.zeros((len(entry), len(model.sizes)), dtype=np.int64)
+    for column, (name, lengths) in enumerate(model.sizes.items()):
+        if sent is None or stage.after or stage.map:
+            sizes[:, column] = lengths.draw(len(entry), draws(stage.label, name))
+        else:
+            sizes[:, column] = sent[entry, [*target.sizes].index(name)]
+    return sizes
 
 
-def make_client_schedule(
-    targets: Sequence[ModelSpec],
-    applications: Sequence[Application],
-    duration_s: float,
-    seed: int,
-    rate_scale: float = 1.0,
-) -> Schedule:
-    """Return when clients send what, and how large it is.
-
-    Args:
-        targets: what `client_targets` returns.
-        applications: the last of them.
-        duration_s: length of the run.
-        seed: 0 or larger; each model and application draws from its own stream.
-        rate_scale: factor on every rate.
-
-    Raises:
-        InvalidInputError: as in `make_schedule`. A problem of an application names it under `applications`.
-    """
-    try:
-        schedule = replace(make_schedule(targets, duration_s, seed, rate_scale), applications=tuple(applications))
-        names = {spec.name: tuple(spec.sizes) for spec in targets if spec.sizes}
-        if not names:
-            return schedule
-        sizes = draw_sizes(
-            targets, schedule.model_index, lambda at, name: seed_for(seed, "sizes", targets[at].name, name)
-        )
-        return replace(schedule, sizes=sizes, size_names=names)
-    except InvalidInputError as error:
-        problems = []
-        for problem in error.problems:
-            owner = next((a.name for a in applications if problem.path.startswith(f"models.{a.name}.")), None)
-            path = problem.path if owner is None else f"applications{problem.path.removeprefix('models')}"
-            problems.append(replace(problem, path=path))
-        if not problems:
-            raise
-        raise InvalidInputError(problems) from error
+def _sizes_of(models: Sequence[ModelSpec], blocks: Sequence[_Requests]) -> NDArray[np.int64]:
+    """Return the sizes of all requests, as wide as those of the model with the most; the rest of a row is 0."""
+    widest = max(len(spec.sizes) for spec in models)
+    rows = np.zeros((sum(len(each.entry) for each in blocks), widest), dtype=np.int64)
+    begin = 0
+    for each in blocks:
+        width, end = len(models[each.model].sizes), begin + len(each.entry)
+        if each.sizes is not None:
+            rows[begin:end, :width] = each.sizes[:, :width]
+        begin = end
+    return rows
