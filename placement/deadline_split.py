@@ -173,6 +173,8 @@ def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles, mo
     Applications that are split already stay so, and so do those with a stage of which nobody says what it costs. When
     not even batches of one end in time, the deadline is split in proportion to what these take.
     """
+    if all(map(is_split, workload.applications)):
+        return workload
     split = _Split(workload, cluster, profiles)
     if not split.free:
         return workload
@@ -192,14 +194,19 @@ def savings(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[st
 
 def candidate_splits(workload: Workload, cluster: Cluster, profiles: Profiles) -> Iterator[Workload]:
     """Yield the workload with different splits of the deadlines that may be the best, the likeliest first."""
+    given = workload.applications
+    if all(map(is_split, given)):
+        yield workload
+        return
     seen = list[Workload]()
     for more in CANDIDATES:
         split = split_deadlines(workload, cluster, profiles, more)
         if split not in seen:
             yield split
         seen.append(split)
-    if workload not in seen:
-        yield workload
+    even = [a if is_split(a) else _dealt_out(a, dict.fromkeys(map(a.model_name, a.stages), 1.0)) for a in given]
+    if (split := workload.with_budgets(even)) not in seen:
+        yield split
 
 
 def least_price(workload: Workload, cluster: Cluster, profiles: Profiles) -> float:

@@ -31,12 +31,14 @@ class Abilities:
     `objectives` are those that it plans for; a plan notes any other. `generation` is how it plans models that generate:
     not at all; by `shares`, which `Policy.carries` and `Policy.serves` judge; or `alone`, by `Policy.place_generating`,
     on a fixed cluster without other models. A policy that `tries_plans` promises no more than its trials served. One
+    that `splits_deadlines` chooses how applications' deadlines are split, and returns a plan with them. One
     that `is_interruptible` reports its progress to its `watch`, and can stop with the best plan so far.
     """
 
     objectives: tuple[Objective, ...] = ("total",)
     generation: Literal["none", "shares", "alone"] = "none"
     tries_plans: bool = False
+    splits_deadlines: bool = False
     is_interruptible: bool = False
 
 

@@ -257,8 +257,9 @@ def with_stages(system: System, applications: Sequence[Application]) -> System:
     with bounds on how long those are held for larger batches that other stages wait for.
 
     A request of an application is worth 1 when it is answered. When one of its stages is complete, it is worth the part
-    of its GPU time that it has had by then: so much is lost with it. The requests of the stage share that. The worth of
-    a shared model's request is the mean over all that ask it; what clients ask by themselves is worth 1.
+    of its GPU time that it has had by then: so much is lost with it. Of stages that run beside this one, it has had
+    half of their time in the mean. The requests of the stage share that. The worth of a shared model's request is the
+    mean over all that ask it; what clients ask by themselves is worth 1.
 
     Stages behind can use the time for which a request is held. So it is held for at most as long as it takes alone.
     """
@@ -279,12 +280,16 @@ def with_stages(system: System, applications: Sequence[Application]) -> System:
     for app in applications:
         spent_ms = {s.label: s.count * cost_ms.get(app.model_name(s), 0.0) for s in app.stages}
         whole_ms = sum(spent_ms.values())
-        behind: dict[str, set[str]] = {}  # by stage: itself and all that were complete before
+        done: dict[str, set[str]] = {}  # by stage: itself and all that were complete before
         for stage in stages_in_order(app.stages):
-            name, behind[stage.label] = app.model_name(stage), {stage.label}.union(*(behind[b] for b in stage.after))
-            done = sum(spent_ms[label] for label in behind[stage.label]) / whole_ms if whole_ms else 1.0
+            done[stage.label] = {stage.label}.union(*(done[before] for before in stage.after))
+        for stage in app.stages:
+            name, had_ms = app.model_name(stage), 0.0
+            for label, ms in spent_ms.items():
+                is_later = stage.label in done[label] and label != stage.label
+                had_ms += ms if label in done[stage.label] else 0.0 if is_later else ms / 2.0
             rates[name] = rates.get(name, 0.0) + app.rate_rps * stage.count
-            worth_rps[name] = worth_rps.get(name, 0.0) + app.rate_rps * done
+            worth_rps[name] = worth_rps.get(name, 0.0) + app.rate_rps * (had_ms / whole_ms if whole_ms else 1.0)
     models = list[Model]()
     for model in system.models:
         stage_rps = rates.get(model.name, 0.0)

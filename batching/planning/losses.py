@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,6 +11,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.plan_search import CONFIRMING, LARGE, SearchOptions
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import ModelSpec, Plan
+from tenuto.placement.application import Application
 from tenuto.placement.expectation.outlook import alike_key
 from tenuto.placement.generation_capacity import with_lengths
 
@@ -26,18 +27,19 @@ class LossTrials:
     """
 
     def __init__(self) -> None:
-        self._models: tuple[ModelSpec, ...] = ()
+        self._asked: tuple[tuple[ModelSpec, ...], tuple[Application, ...]] = ((), ())
         self._groups: list[_Group] = []
 
     def __call__(self, plan: Plan) -> Mapping[str, float] | None:
         """Return the parts, 1 of models that are served; None for plans of more than `LARGE` models or GPUs."""
         if max(len(plan.models), len(plan.used_gpus)) > LARGE:
             return None
-        if plan.models != self._models:
-            self._models = plan.models
+        if (plan.models, plan.applications) != self._asked:
+            self._asked = plan.models, plan.applications
             others = tuple(spec for spec in plan.models if spec.generates is None)
             options = SearchOptions()
-            self._groups = [_Group(others, options, options.requests, CONFIRMING)] if others else []
+            of_others = (options, options.requests, CONFIRMING, plan.applications)
+            self._groups = [_Group(others, *of_others)] if others else []
             own = (with_lengths(spec) for spec in plan.models if spec.generates is not None)
             self._groups += [_Group((spec,), options, _OF_STEPS, 1) for spec in own]
         return {name: part for group in self._groups for name, part in group.parts(plan).items()}
@@ -46,8 +48,16 @@ class LossTrials:
 class _Group:
     """Models that are tried together. What was run is known from then on, whichever GPUs it is on."""
 
-    def __init__(self, models: tuple[ModelSpec, ...], options: SearchOptions, requests: int, confirming: int) -> None:
-        made = partial(Trials, models, scheduler=options.scheduler, network=NetworkDelay(*options.network_ms))
+    def __init__(
+        self,
+        models: tuple[ModelSpec, ...],
+        options: SearchOptions,
+        requests: int,
+        confirming: int,
+        applications: Sequence[Application] = (),
+    ) -> None:
+        network = NetworkDelay(*options.network_ms)
+        made = partial(Trials, models, scheduler=options.scheduler, network=network, applications=applications)
         self._models, self._least = models, options.attainment
         self._names = {spec.name for spec in models}
         self._known: dict[object, Mapping[str, float]] = {}
@@ -71,5 +81,4 @@ class _Group:
         if (judged.kept(self._least - spared) & ~is_served).any():
             judged = self._longer.run(plan)
             is_served = judged.kept(self._least)
-        parts = np.where(is_served, 1.0, judged.attainment)
-        return {spec.name: float(part) for spec, part in zip(self._models, parts, strict=True)}
+        return self._trials.worth.parts_of_models(np.where(is_served, 1.0, judged.attainment).tolist())

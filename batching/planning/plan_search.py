@@ -1,9 +1,9 @@
 """The search of policy `tenuto`: one loop that takes candidates, has each judged, and keeps the best by one order.
 
 On a fixed cluster the candidates are the plans of other policies and of its own starts, in the order of what is
-expected of them. On an elastic one they are those and then the plans of clusters that are bought: with more GPUs until
-a plan stands its trial, and from there on with GPUs that cost less. GPUs that may be cut into MIG instances have
-candidates of their own.
+expected of them, for one split of the applications' deadlines after the other. On an elastic one they are those and
+then the plans of clusters that are bought: with more GPUs until a plan stands its trial, and from there on with GPUs
+that cost less. GPUs that may be cut into MIG instances have candidates of their own.
 
 The judge is what is expected of a plan, by the model that makes every plan's expectation, and trials in virtual time
 under the scheduler that will serve it.
@@ -12,7 +12,7 @@ under the scheduler that will serve it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice, product
@@ -28,6 +28,7 @@ from tenuto.options import option
 from tenuto.outcome import ATTAINED
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import GpuGroup, Node
+from tenuto.placement.deadline_split import candidate_splits, least_price
 from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.policies.parvagpu.parvagpu import ParvaGpu
 from tenuto.placement.watch import PlanningWatch
@@ -119,7 +120,8 @@ def rank_of(each: JudgedPlan, judged: Judged, attainment: float | None, *, by_pr
 
 
 class PlanSource:
-    """Makes the candidates for one workload. `refused` says why policies cannot plan."""
+    """Makes the candidates for one workload. `refused` says why policies cannot plan. `least_price` is a price that no
+    cluster for applications goes below; 0 where none is known."""
 
     def __init__(
         self,
@@ -133,24 +135,35 @@ class PlanSource:
         """`objective`: by which plans are compared."""
         self._options, self._cluster, self._profiles, self._watch = options, cluster, profiles, watch
         # Planned without merging: the planner chooses afterwards which models become one program.
-        self._workload = workload.model_copy(update={"merge": "off"})
-        self._objective, self.worth = objective, Worth(workload.models, objective)
+        self._more_splits = candidate_splits(workload.model_copy(update={"merge": "off"}), cluster, profiles)
+        self._splits = [next(self._more_splits)]  # further ones are made when none of these serves all
+        self._workload = workload = self._splits[0]
+        self._objective, self.worth = objective, Worth(workload.models, objective, workload.applications)
+        self.least_price = least_price(workload, cluster, profiles) if self.worth.applications else 0.0
         self.is_large = max(len(workload.models), len(cluster.gpus)) > LARGE
         self.refused: dict[str, str] = {}
 
-    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[JudgedPlan]:
+    def by_split(self, cluster: Cluster, *, is_one_enough: bool = False) -> Iterator[list[JudgedPlan]]:
+        """Yield the plans `on` a cluster for each split of the applications' deadlines, the likeliest first."""
+        yield from (self.on(cluster, is_one_enough=is_one_enough, split=split) for split in self._splits)
+        for split in self._more_splits:
+            self._splits.append(split)
+            yield self.on(cluster, is_one_enough=is_one_enough, split=split)
+
+    def on(self, cluster: Cluster, *, is_one_enough: bool = False, split: Workload | None = None) -> list[JudgedPlan]:
         """Return completed plans for a cluster in the order of what is expected of them.
 
         Args:
             cluster: to plan on.
             is_one_enough: end with the first plan that is expected to keep every model's attainment.
+            split: the workload with a split of its applications' deadlines; default: the likeliest.
         """
         made: dict[tuple[float, int], JudgedPlan] = {}
         for name, policy in self._policies(cluster):
             if made and self._watch.is_stopped():
                 break
             self._watch.say(f"planning with {name} on {len(cluster.gpus)} GPUs")
-            candidate = self._planned(name, policy, cluster)
+            candidate = self._planned(name, policy, cluster, split)
             if candidate is not None:
                 made.setdefault((candidate.foreseen.value, len(candidate.plan.gpulets)), candidate)
                 if is_one_enough and candidate.foreseen.keeps(self._options.attainment):
@@ -175,10 +188,10 @@ class PlanSource:
         if published is not None:
             yield published
 
-    def _planned(self, name: str, policy: Policy, cluster: Cluster) -> JudgedPlan | None:
+    def _planned(self, name: str, policy: Policy, cluster: Cluster, split: Workload | None = None) -> JudgedPlan | None:
         """Return the plan of a policy; None where it cannot plan, or nothing runs by its plan."""
         try:
-            plan = solve(policy, self._workload, cluster, self._profiles)
+            plan = solve(policy, split or self._workload, cluster, self._profiles)
         except TenutoError as error:
             self.refused[name] = first_line(error)
             return None
@@ -224,10 +237,11 @@ class PlanSearch:
         self._is_large = self.candidates.is_large
         self._make_trials = partial(
             trials,
-            workload.models,
+            self.candidates.worth.models,
             scheduler=options.scheduler,
             objective=objective,
             network=NetworkDelay(*options.network_ms),
+            applications=self.candidates.worth.applications,
         )
         self._trials = self._make_trials(requests=options.requests, seed=options.seed)
         self._longer: list[Trials] = []
@@ -280,16 +294,21 @@ class PlanSearch:
 
     # Three searches by that loop -------------------------------------------------------------------------------------
 
-    def _on_given_gpus(self, starts: Sequence[JudgedPlan] | None = None) -> JudgedPlan | None:
+    def _on_given_gpus(self, starts: Iterable[list[JudgedPlan]] | None = None) -> JudgedPlan | None:
         """Return the candidate that serves most on a fixed cluster, of several the cheapest.
 
         The first that serves everything in its trial, and in longer ones too, is taken. Where none does, the one that
         serves most promises what it serves in longer trials. Of many models or GPUs what is expected decides.
         """
-        if starts is None:
-            starts = self.candidates.on(self._cluster, is_one_enough=self._is_large)
-        if not starts or self._is_large or self._watch.is_stopped():
-            return starts[0] if starts else None
+        groups = (each for each in starts or self._by_split(self._cluster) if each)
+        first = next(groups, None)
+        if first is None or self._watch.is_stopped():
+            return first[0] if first else None
+        if self._is_large:
+            heads = (group[0] for group in chain([first], groups))
+            return self._first_enough(
+                heads, lambda each, _best: each, lambda each: rank_of(each, each.foreseen, self._options.aim)
+            )
 
         def judge(each: JudgedPlan, best: JudgedPlan | None) -> JudgedPlan | None:
             tried = self._tried(each, floor=0.0 if best is None or best.trial is None else best.trial.value)
@@ -298,7 +317,7 @@ class PlanSearch:
         def rank(each: JudgedPlan) -> PlanRank:
             return rank_of(each, each.trial or each.foreseen, None)._replace(price=each.plan.expected.price)
 
-        best = self._first_enough(starts, judge, rank) or starts[0]
+        best = self._first_enough(chain(first, chain.from_iterable(groups)), judge, rank) or first[0]
         return best if self._watch.is_stopped() else self._confirmed(best)
 
     def _on_cut_gpus(self) -> JudgedPlan | None:
@@ -322,22 +341,28 @@ class PlanSearch:
         serves most. From there on it looks at clusters that cost less, each with as many GPUs as that price allows,
         those most like the present one first. A cluster that fails rules out all clusters within it.
         """
-        starts = self.candidates.on(self._cluster)
-        if not starts:
+        starts = next((each for each in self._by_split(self._cluster) if each), None)
+        if starts is None:
             return None
         purchase = _Purchase(self._cluster)
         by_price = sorted(starts, key=lambda each: purchase.price(each.bought))
         best = self._first_safe(chain(by_price, self._with_more_gpus(purchase, starts[0])))
         if best is None:
-            return self._on_given_gpus(starts)
+            return self._on_given_gpus([starts])
         failed: list[Mapping[str, int]] = []
         step, in_vain = max(1, sum(best.bought.values()) // STEPS), 0.0
         while step and not self._watch.is_stopped():
+            if purchase.price(best.bought) <= self.candidates.least_price * (1.0 + FREE):
+                break
             # Half of what its GPUs idle is saved at first; what fails halves that, down to any lower price.
             price = purchase.price(best.bought)
             saved = (price - max(in_vain, price * float(best.foreseen.busy.mean()))) / 2.0
             most = price - (saved if saved > min(purchase.prices.values()) else FREE / 2.0)
-            clusters = (each for each in purchase.below(most, best.bought, step) if not _is_within(each, failed))
+            clusters = (
+                each
+                for each in purchase.below(most, best.bought, step)
+                if purchase.price(each) >= self.candidates.least_price * (1.0 - FREE) and not _is_within(each, failed)
+            )
             for counts in islice(clusters, CLUSTERS):
                 cheaper = self._first_safe(self._on_counts(purchase, counts))
                 if cheaper is not None:
@@ -360,7 +385,7 @@ class PlanSearch:
         while sum(present.bought.values()) < most and not self._watch.is_stopped():
             gains = []
             for kind, price in sorted(purchase.prices.items()):
-                planned = self._on_counts(purchase, {**present.bought, kind: present.bought.get(kind, 0) + 1})
+                planned = [*self._on_counts(purchase, {**present.bought, kind: present.bought.get(kind, 0) + 1})]
                 yield from planned
                 for each in planned[:1]:
                     gain = (present.foreseen.value - each.foreseen.value) / price
@@ -369,9 +394,12 @@ class PlanSearch:
             if sum(present.bought.values()) <= sum(before.bought.values()):
                 return
 
-    def _on_counts(self, purchase: _Purchase, counts: Mapping[str, int]) -> list[JudgedPlan]:
-        """Return the candidates on so many GPUs of each type; of many models the first that is enough."""
-        return self.candidates.on(purchase.cluster(counts), is_one_enough=self._is_large)
+    def _on_counts(self, purchase: _Purchase, counts: Mapping[str, int]) -> Iterator[JudgedPlan]:
+        """Yield the candidates on so many GPUs of each type; of many models the first that is enough."""
+        return chain.from_iterable(self._by_split(purchase.cluster(counts)))
+
+    def _by_split(self, cluster: Cluster) -> Iterator[list[JudgedPlan]]:
+        return self.candidates.by_split(cluster, is_one_enough=self._is_large)
 
     # The judge -------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from tenuto.batching.planning.judging import Worth
 from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, SearchOptions
 from tenuto.batching.planning.token_trials import carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
@@ -32,7 +33,8 @@ class TenutoPolicy(SearchOptions, Policy):
 
     1. PlanSource: the plans of other policies (those that can plan from these profiles), every model on every GPU, and
        under the objective `each` every model at home on one GPU.
-    2. Each serves the same arrivals in virtual time; its value is the weighted requests per second in time. The one
+    2. Each serves the same arrivals in virtual time; its value is the weighted requests per second in time. Of an
+       application the answers count, and splits of its deadline are tried one after the other. The one
        that is expected to serve most, by the model from which every plan's expectation is made, is tried first; of
        those that are expected to serve everything, the one with most headroom. It is taken if it does.
     3. On an elastic cluster the cheapest plan that keeps every model's `attainment` in its trial is sought (`search`).
@@ -59,7 +61,13 @@ class TenutoPolicy(SearchOptions, Policy):
     summary = "chooses among other policies' plans by expected queueing; trials in virtual time decide"
     source = "this project, docs/reference/own-policy.md"
     readings = "believes the profile; beyond 40 models or GPUs no trials"
-    abilities = Abilities(("weighted", "total", "each"), generation="shares", tries_plans=True, is_interruptible=True)
+    abilities = Abilities(
+        ("weighted", "total", "each"),
+        generation="shares",
+        tries_plans=True,
+        splits_deadlines=True,
+        is_interruptible=True,
+    )
     _compares_by: ClassVar[Objective | None] = None
 
     def __post_init__(self) -> None:
@@ -111,7 +119,7 @@ class TenutoPolicy(SearchOptions, Policy):
                 "policy": PolicyUsed(name=self.name),
                 # What was tried is a scheduler that runs whichever batch is due, not the rounds of gpulet's plan.
                 "gpulets": tuple(gpulet.model_copy(update={"duty_cycle_ms": None}) for gpulet in best.plan.gpulets),
-                "expected": _expected(best, workload, hosted, self.attainment),
+                "expected": _expected(best, search.candidates.worth, hosted, self.attainment),
                 "unserved": tuple(reasons),
                 "unserved_reasons": reasons,
                 "notes": tuple(_notes(search, best, self.scheduler)),
@@ -133,16 +141,18 @@ def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
     )
 
 
-def _expected(best: JudgedPlan, workload: Workload, hosted: set[str], attainment: float) -> Expected:
+def _expected(best: JudgedPlan, worth: Worth, hosted: set[str], attainment: float) -> Expected:
     """Return what a trial served; nothing without one, nor of a model in time whose SLO the trial was too short for."""
-    judged = best.judged  # of a rare model a single miss is more than it may lose, and kept
+    judged = best.judged  # of a rare target a single miss is more than it may lose, and kept
     is_kept = judged.kept(attainment)
     parts = np.where(is_kept, np.maximum(judged.attainment, attainment), judged.attainment)
+    slos_ms = np.array([spec.slo_ms for spec in worth.targets])
+    is_known = ~is_kept | (STEADY_SLOS * slos_ms <= 1000.0 * judged.window_s)
+    part_of, known = worth.parts_of_models(parts.tolist()), worth.parts_of_models(is_known.astype(float).tolist())
     models = {
-        spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * float(part), 6))
-        for spec, part, is_enough in zip(workload.models, parts, is_kept, strict=True)
-        if spec.name in hosted and judged is not best.foreseen
-        if not is_enough or STEADY_SLOS * spec.slo_ms <= 1000.0 * judged.window_s
+        spec.name: ExpectedModel(goodput_rps=round(spec.rate_rps * part_of[spec.name], 6))
+        for spec in worth.models
+        if spec.name in hosted and judged is not best.foreseen and known[spec.name] == 1.0
     }
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
 
@@ -153,5 +163,5 @@ def _notes(search: PlanSearch, best: JudgedPlan, scheduler: str) -> Iterator[str
     yield f"the plan of {best.start}; plans tried in virtual time under '{scheduler}': {search.count}"
     yield (
         f"{by} {100 * judged.ok_rps.sum() / judged.offered_rps.sum():.4g} % of the requests are in time, the least of "
-        f"{search.candidates.worth.models[worst].name}: {100 * judged.attainment[worst]:.4g} %"
+        f"{search.candidates.worth.targets[worst].name}: {100 * judged.attainment[worst]:.4g} %"
     )

@@ -81,6 +81,7 @@ class Joins:
             self._rows.setdefault((call, stage), []).append(row)
         self._runs: dict[int, ApplicationRun] = {}  # those under way, by call
         self._sent: dict[int, set[int]] = {}  # their requests that have no answer, by call
+        self._first_ms: dict[int, float | None] = {}  # deadlines of the first requests of the call that began last
         self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
         self.outcome = np.full(len(load.calls), Outcome.FAILED, np.int8)
         self.answered_ms = np.full(len(load.calls), np.nan)
@@ -106,7 +107,7 @@ class Joins:
         if run is None:
             return None
         self._sent[call].add(request)
-        return run.deadline_ms(self._stage[request], now_ms)
+        return self._first_ms[request]
 
     def whole_by_ms(self, request: int) -> float | None:
         """Return when a stage must have the whole answer of a request; None for a request that is no stage's."""
@@ -144,7 +145,7 @@ class Joins:
         graph = self._graphs[application]
         run = self._runs[call] = self._make_run(graph, at_ms, at_ms + graph.slo_ms, self._times)
         self._sent[call] = set()
-        self._send_due(run, call, run.begin(now), now)
+        self._first_ms = dict(self._send_due(run, call, run.begin(now), now))
         self._sent[call] = set()
 
     def _send_due(self, run: ApplicationRun, call: int, due: list[int], now: float) -> list[tuple[int, float | None]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.deadline_split import split_deadlines
 from tenuto.placement.placement_constraints import place_problems
 from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.planner.completion import complete
@@ -24,10 +26,15 @@ def plan_fixed_cost(task: PlanTask) -> Plan:
         InvalidInputError: the inputs contradict each other, or the plan breaks a rule; it lists all problems.
     """
     policy, workload = task.policy, task.workload
+    if workload.applications:
+        workload = split_deadlines(workload, task.cluster, task.profiles)
     impossible = _impossible(check_inputs(workload, task.cluster, task.profiles), task.profiles)
     possible = tuple(spec for spec in workload.models if spec.name not in impossible)
     plan = nothing_on(task.cluster)
-    if possible:
+    if not impossible and policy.abilities.splits_deadlines:
+        plan = policy.place(task.workload, task.cluster, task.profiles)
+        workload = workload.with_budgets(plan.applications) if plan.applications else workload
+    elif possible:
         plan = policy.place(workload.model_copy(update={"models": possible}), task.cluster, task.profiles)
     unserved = {*plan.unserved, *impossible}
     notes = (INTERRUPTED,) if policy.watch.is_stopped() else ()
@@ -38,7 +45,7 @@ def plan_fixed_cost(task: PlanTask) -> Plan:
             "unserved_reasons": {**plan.unserved_reasons, **impossible},
         }
     )
-    return complete(plan, task)
+    return complete(plan, replace(task, workload=workload))
 
 
 def nothing_on(cluster: Cluster) -> Plan:

@@ -28,7 +28,7 @@ def make_plan(task: PlanTask) -> Plan:
 
     When no GPU of the cluster can serve a model, the model is unserved with the reason, and the others are planned.
     Deadlines of applications are split so that the models take the least GPU time (`tenuto.placement.deadline_split`).
-    The policy plans for other splits, too, where that may serve more or cost less.
+    The policy plans for other splits, too, where that may serve more or cost less, unless it chooses among them itself.
 
     Raises:
         InvalidInputError: the inputs contradict each other, the plan breaks a rule, or what runs needs more changes
@@ -38,10 +38,13 @@ def make_plan(task: PlanTask) -> Plan:
         best = plan_anew(task)
         return best if task.running is None else plan_with_fewest_changes(task, best)
     splits = candidate_splits(task.workload, task.cluster, task.profiles)
+    is_fixed_cost = all(spec.generates is None for spec in task.workload.models)
+    if task.policy.abilities.splits_deadlines and is_fixed_cost:
+        splits = iter([task.workload])
     task = replace(task, workload=next(splits))
     best = plan_anew(task)
     if task.running is not None:
-        return plan_with_fewest_changes(task, best)
+        return plan_with_fewest_changes(replace(task, workload=task.workload.with_budgets(best.applications)), best)
     cluster = task.cluster
     least = least_price(task.workload, cluster, task.profiles) if cluster.elastic else math.inf
     for workload in splits:

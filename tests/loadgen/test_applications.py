@@ -56,6 +56,14 @@ def test_stages_become_models_with_their_rate_and_part_of_the_deadline() -> None
     ]
 
 
+def test_a_workload_without_a_plan_has_the_planners_split() -> None:
+    stages = [{**stage, "part": None} for stage in traffic()["stages"]]
+    work, gpus = workload(traffic(stages=stages)), Cluster.parse("v100:2")
+    (given,) = Simulation.of_workload(work, gpus, Profiles(())).applications
+    (split,) = solve(Symphony(), work, gpus, Profiles(())).applications
+    assert given == split != work.applications[0]
+
+
 def test_a_dumped_workload_and_a_plan_come_back_equal() -> None:
     work = workload(traffic(), models=[{"name": "alone", "rate_rps": 5, "slo_ms": 50, "latency": FAST}])
     assert parse_document(Workload, work.model_dump(mode="json", exclude_none=True), origin="w") == work

@@ -84,6 +84,20 @@ def test_a_stages_requests_are_worth_what_is_lost_with_them() -> None:
     assert 0.8 < system.models[0].weight < 1.0  # clients ask it by themselves 40 of 50 times
 
 
+def test_a_stage_is_worth_half_of_what_runs_beside_it_too() -> None:
+    big, little = {"alpha_ms": 9.0, "beta_ms": 0.0}, {"alpha_ms": 0.5, "beta_ms": 0.0}
+    stages = [
+        {"model": "digits", "latency": little, "count": 6},
+        {"model": "object", "latency": big},
+        {"model": "last", "after": ["digits", "object"], "latency": big},
+    ]
+    application = {"name": "game", "rate_rps": 1, "slo_ms": 200, "stages": stages}
+    work = parse_document(Workload, {"applications": [application]}, origin="w.yaml")
+    weights = {model.name: model.weight for model in everywhere(work, Cluster.parse("v100:1"), Profiles(())).models}
+    parts = {"game.digits": (3.0 + 4.5) / 6, "game.object": 9.0 + 1.5, "game.last": 21.0}  # of 21 ms
+    assert weights == pytest.approx({name: ms / 21.0 for name, ms in parts.items()})
+
+
 def test_an_unserveable_plan_is_refused() -> None:
     data = json.loads(json.dumps(PLAN, default=str)) | {"models": [m | {"slo_ms": 3.6} for m in PLAN["models"]]}  # type: ignore[union-attr,attr-defined]
     data["gpulets"] = [PLAN["gpulets"][1]]  # type: ignore[index]

@@ -60,7 +60,7 @@ class DrawnCandidates(PlanSource):
         super().__init__(SearchOptions(), WORKLOAD, self.cluster, Profiles([]), PlanningWatch(), "weighted")
         self.starts = [self._drawn({kind: self._rng.randint(0, 3) for kind in ("v100", "t4")}) for _ in range(5)]
 
-    def on(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[JudgedPlan]:
+    def on(self, cluster: Cluster, *, is_one_enough: bool = False, split: Workload | None = None) -> list[JudgedPlan]:
         drawn = self.starts if cluster.elastic else [self._drawn(cluster.counts)]
         return sorted(drawn, key=lambda each: rank_of(each, each.foreseen, SearchOptions().aim))
 
