@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, product
 from typing import NamedTuple
 
 from tenuto.placement.application import Application
@@ -26,6 +27,10 @@ _BUSY = 0.7  # derived: of a GPU's time; Poisson requests then wait for 1.2 batc
 _FASTER = 0.9  # format: of the time of a batch; explained is what that saves
 # Derived: as a plan needs whole GPUs, a few percent more of their time cost nothing mostly, and a tenth a GPU in ten.
 CANDIDATES = (0.03, 0.1)
+# Derived: powers of two of one stage's budget, of which the others get the rest. In one of eight random workloads 99 %
+# are in time on one GPU less with half of a budget, and 98.6 % with the splits of least GPU time.
+SHORTER = (0.5, 0.25)
+MOST_SHORTER = 12  # limit: of such splits; two of each stage of a usual graph
 _ROUNDS = 200  # limit: in which the time left on paths is dealt out
 _PATIENCE = (1.0, 0.5, 0.25, 0.0)  # derived: parts of the waiting that are left out when no split has all of it
 
@@ -207,6 +212,20 @@ def candidate_splits(workload: Workload, cluster: Cluster, profiles: Profiles) -
     even = [a if is_split(a) else _dealt_out(a, dict.fromkeys(map(a.model_name, a.stages), 1.0)) for a in given]
     if (split := workload.with_budgets(even)) not in seen:
         yield split
+
+
+def shortened_splits(workload: Workload, split: Workload) -> Iterator[Workload]:
+    """Yield the workload with splits in which one stage has a part of the budget that it has in the given split, and
+    the others on its paths have the rest; none for a stage beside which others take as long."""
+    pairs = list(zip(workload.applications, split.applications, strict=True))
+    base = {after.model_name(s): after.budget_ms(s) for before, after in pairs if after != before for s in after.stages}
+    seen = [split.models]
+    for part, name in islice(product(SHORTER, base), MOST_SHORTER):
+        needs_ms = base | {name: part * base[name]}
+        shorter = workload.with_budgets([a if a == after else _dealt_out(a, needs_ms) for a, after in pairs])
+        if shorter.models not in seen:
+            yield shorter
+        seen.append(shorter.models)
 
 
 def least_price(workload: Workload, cluster: Cluster, profiles: Profiles) -> float:

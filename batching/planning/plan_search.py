@@ -28,7 +28,7 @@ from tenuto.options import option
 from tenuto.outcome import ATTAINED
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.cluster import GpuGroup, Node
-from tenuto.placement.deadline_split import candidate_splits, least_price
+from tenuto.placement.deadline_split import candidate_splits, least_price, shortened_splits
 from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.policies.parvagpu.parvagpu import ParvaGpu
 from tenuto.placement.watch import PlanningWatch
@@ -53,6 +53,7 @@ ROOMY = DeferredOptions.save_above
 CONFIRMING = 12
 ROUNDS = 4  # limit: confirming trials of a plan of which it is not clear whether it keeps every model's attainment
 MOST_MORE = 8  # limit: GPUs of a cluster beyond twice as many as a start has
+NEAR = 3.0  # limit: times as many misses as there may be, up to which further splits of deadlines are tried
 FREE = 1e-6  # derived: below every price: of a GPU that costs nothing, so that fewer of them are better
 CLUSTERS = 40  # limit: clusters that are planned for one price
 STEPS, REACH = 8, 4  # fitted: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
@@ -135,7 +136,8 @@ class PlanSource:
         """`objective`: by which plans are compared."""
         self._options, self._cluster, self._profiles, self._watch = options, cluster, profiles, watch
         # Planned without merging: the planner chooses afterwards which models become one program.
-        self._more_splits = candidate_splits(workload.model_copy(update={"merge": "off"}), cluster, profiles)
+        self._unsplit = workload.model_copy(update={"merge": "off"})
+        self._more_splits = candidate_splits(self._unsplit, cluster, profiles)
         self._splits = [next(self._more_splits)]  # further ones are made when none of these serves all
         self._workload = workload = self._splits[0]
         self._objective, self.worth = objective, Worth(workload.models, objective, workload.applications)
@@ -149,6 +151,11 @@ class PlanSource:
         for split in self._more_splits:
             self._splits.append(split)
             yield self.on(cluster, is_one_enough=is_one_enough, split=split)
+
+    @cached_property
+    def shortened(self) -> list[Workload]:
+        """The workload with splits in which one stage has less than in the likeliest one."""
+        return [*shortened_splits(self._unsplit, self._splits[0])]
 
     def on(self, cluster: Cluster, *, is_one_enough: bool = False, split: Workload | None = None) -> list[JudgedPlan]:
         """Return completed plans for a cluster in the order of what is expected of them.
@@ -245,6 +252,7 @@ class PlanSearch:
         )
         self._trials = self._make_trials(requests=options.requests, seed=options.seed)
         self._longer: list[Trials] = []
+        self._was_near = False  # whether a trial on the present GPUs nearly kept the attainment
         self.count = 0
 
     def best(self) -> JudgedPlan | None:
@@ -395,8 +403,12 @@ class PlanSearch:
                 return
 
     def _on_counts(self, purchase: _Purchase, counts: Mapping[str, int]) -> Iterator[JudgedPlan]:
-        """Yield the candidates on so many GPUs of each type; of many models the first that is enough."""
-        return chain.from_iterable(self._by_split(purchase.cluster(counts)))
+        """Yield the candidates on so many GPUs of each type; of many models the first that is enough. Where one nearly
+        kept the attainment and none did, further splits are tried."""
+        self._was_near, cluster = False, purchase.cluster(counts)
+        yield from chain.from_iterable(self._by_split(cluster))
+        for split in self.candidates.shortened if self._was_near else ():
+            yield from self.candidates.on(cluster, split=split)
 
     def _by_split(self, cluster: Cluster) -> Iterator[list[JudgedPlan]]:
         return self.candidates.by_split(cluster, is_one_enough=self._is_large)
@@ -417,6 +429,8 @@ class PlanSearch:
             self._count_trial(each)
             # A plan that misses half as much again as it may need not be tried to the end.
             each = self._confirmed(each, attainment=2.0 * self._options.attainment - self._options.aim)
+            least = 1.0 - NEAR * (1.0 - self._options.attainment)
+            self._was_near |= bool(each.judged.attainment.min() >= least)
         return each if self._is_enough(each) else None
 
     def _confirmed(self, each: JudgedPlan, *, attainment: float = 0.0) -> JudgedPlan:

@@ -11,7 +11,13 @@ import pytest
 from tenuto.documents import parse_document
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.costs import costs_of
-from tenuto.placement.deadline_split import batch_choices, candidate_splits, least_budgets, split_deadlines
+from tenuto.placement.deadline_split import (
+    batch_choices,
+    candidate_splits,
+    least_budgets,
+    shortened_splits,
+    split_deadlines,
+)
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 
@@ -113,6 +119,18 @@ def test_a_plan_has_the_split_and_serves_no_less_than_the_even_one() -> None:
     even = workload({**DIAMOND, "stages": [{**stage, "part": 1.0} for stage in DIAMOND["stages"]]})
     assert plan.expected.price <= solve(Symphony(), even, V100, Profiles(())).expected.price
     assert 1 < len(list(candidate_splits(work, V100, Profiles(())))) <= 3
+
+
+def test_splits_in_which_one_stage_has_less_leave_the_others_more() -> None:
+    work = workload(DIAMOND)
+    base = split(work)
+    shorter = list(shortened_splits(work, base))
+    assert len(shorter) == 4  # not of `b` and `c`, as each waits for the other
+    for each, name in zip(shorter, ("app.a", "app.d") * 2, strict=True):
+        assert each[name].slo_ms < 0.9 * base[name].slo_ms
+        assert all(each[m.name].slo_ms > m.slo_ms for m in base.models if m.name != name)
+        assert longest_ms(each) == pytest.approx(200.0)
+    assert list(shortened_splits(base, base)) == []
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.judging import Worth
+from tenuto.batching.planning.judging import Judged, Worth
 from tenuto.batching.planning.losses import LossTrials
 from tenuto.batching.planning.plan_search import PlanSearch, SearchOptions
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.batching.planning.trial import Trials
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
-from tenuto.placement import Cluster, Plan, Workload, solve
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.deadline_split import candidate_splits
 from tenuto.placement.planner import PlanTask, make_plan
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
@@ -47,7 +47,7 @@ def trials(work: Workload, seed: int = 0) -> Trials:
     return Trials(work.models, seed=seed, applications=work.applications, **given)
 
 
-@pytest.mark.parametrize("rate_rps", [40.0, 150.0])
+@pytest.mark.parametrize("rate_rps", [40.0, 300.0])
 def test_a_trial_says_of_an_application_what_a_run_of_its_plan_does(rate_rps: float) -> None:
     work = work_of(rate_rps)
     plan = solve(Symphony(), work, GPU, NONE)
@@ -103,7 +103,7 @@ def test_splits_are_candidates_of_one_search_and_the_plan_has_the_one_that_is_ta
 
 
 def test_what_a_plan_promises_of_stages_is_what_its_applications_were_served() -> None:
-    plan = solve(TenutoPolicy(starts=("symphony",), requests=2_000), work_of(rate_rps=150.0), GPU, NONE)
+    plan = solve(TenutoPolicy(starts=("symphony",), requests=2_000), work_of(rate_rps=300.0), GPU, NONE)
     goodput = {spec.name: plan.expected.models[spec.name].goodput_rps / spec.rate_rps for spec in plan.models}
     assert goodput["ocr.detect"] == pytest.approx(goodput["ocr.read"])
     assert 0.2 < goodput["ocr.detect"] < 0.99
@@ -111,7 +111,29 @@ def test_what_a_plan_promises_of_stages_is_what_its_applications_were_served() -
 
 
 def test_losses_are_tried_with_whole_applications() -> None:
-    plan = solve(Symphony(), work_of(rate_rps=150.0), GPU, NONE)
+    plan = solve(Symphony(), work_of(rate_rps=300.0), GPU, NONE)
     parts = LossTrials()(plan)
     assert parts is not None
     assert parts["ocr.detect"] == parts["ocr.read"] < 0.99
+
+
+@pytest.mark.parametrize(("others_keep", "gpus"), [(0.98, 1), (0.9, 2)])
+def test_where_one_gpu_less_is_nearly_enough_a_stage_has_less_of_the_deadline(others_keep: float, gpus: int) -> None:
+    work, elastic = work_of(rate_rps=150.0), Cluster.parse("v100:1", elastic=True)
+    likeliest_ms = next(candidate_splits(work, elastic, NONE))["ocr.detect"].slo_ms
+
+    class WrittenTrials:
+        def __init__(self, models: tuple[ModelSpec, ...], **given: Any) -> None:
+            self._worth = Worth(models, given["objective"], given["applications"])
+
+        def run(self, plan: Plan, *, floor: float = 0.0, attainment: float = 0.0) -> Judged:
+            offered = np.array([spec.rate_rps for spec in self._worth.targets])
+            is_short = plan.model("ocr.detect").slo_ms < 0.7 * likeliest_ms
+            part = 1.0 if len(plan.used_gpus) > 1 else 0.997 if is_short else others_keep
+            is_ended = part < max(attainment, floor / self._worth.most)
+            return Judged(1e4, offered, part * offered, np.array([0.5]), -1.0 if is_ended else part)
+
+    search = PlanSearch(SearchOptions(starts=("symphony",)), work, elastic, NONE, trials=WrittenTrials)
+    best = search.best()
+    assert best is not None
+    assert len(best.plan.used_gpus) == gpus
