@@ -124,7 +124,7 @@ class Worth:
         """Return which part of each model's requests belongs to answers in time when these parts are of each target."""
         if not self.applications:
             return dict(zip((spec.name for spec in self.models), parts, strict=True))
-        asked: dict[str, list[tuple[float, float]]] = {}  # by model: rates, and their parts
+        demands: dict[str, list[tuple[float, float]]] = {}  # by model: rates, and their parts
         for spec, part in zip(self.targets, parts, strict=True):
             app = next((app for app in self.applications if app.name == spec.name), None)
             for name, rate_rps in (
@@ -132,8 +132,10 @@ class Worth:
                 if app is None
                 else [(app.model_name(stage), app.rate_rps * stage.count) for stage in app.stages]
             ):
-                asked.setdefault(name, []).append((rate_rps, part))
-        return {name: sum(rate * part for rate, part in of) / sum(rate for rate, _ in of) for name, of in asked.items()}
+                demands.setdefault(name, []).append((rate_rps, part))
+        return {
+            name: sum(rate * part for rate, part in of) / sum(rate for rate, _ in of) for name, of in demands.items()
+        }
 
 
 def foreseen(plan: Plan, worth: Worth) -> Judged:

@@ -129,13 +129,13 @@ class Trials:
             slos=self._slos,
             sizes=None if load.sizes is None else self._covered(load.sizes, system),
         )
-        asked = self._target_requests(result, joins)
+        ended = self._target_requests(result, joins)
         targets = len(worth.targets)
-        offered = np.bincount(asked.target, minlength=targets) / result.window_s
-        ok = np.bincount(asked.target[asked.is_ok], minlength=targets) / result.window_s
+        offered = np.bincount(ended.target, minlength=targets) / result.window_s
+        ok = np.bincount(ended.target[ended.is_ok], minlength=targets) / result.window_s
         edges = np.linspace(begin_ms, 1000.0 * self._duration_s, SPANS + 1)
-        span = np.digitize(asked.at_ms[~asked.is_ok], edges[1:-1])
-        by_span = np.bincount(asked.target[~asked.is_ok] * SPANS + span, minlength=SPANS * targets).reshape(-1, SPANS)
+        span = np.digitize(ended.at_ms[~ended.is_ok], edges[1:-1])
+        by_span = np.bincount(ended.target[~ended.is_ok] * SPANS + span, minlength=SPANS * targets).reshape(-1, SPANS)
         return Judged(
             window_s=result.window_s,
             offered_rps=offered,
