@@ -186,6 +186,7 @@ OTHERS = {
     **dict.fromkeys(("profiles/measuring/memory_meter.py", "profiles/measuring/profile_worker.py"), "/proc"),
     "loadgen/result_folder.py": "/proc",
     "mps/daemon.py": "the pid that NVIDIA's daemon writes",
+    "deployments/offline/batch_store.py": "clients' files, line by line within limits",
     "deployments/process/ray_token.py": "a file that only this user may read, which Ray reads too",
     "deployments/process/ray_address.py": "/proc",
     "deployments/serve/process_logs.py": "logs of our processes, by part",

@@ -12,7 +12,7 @@ from tenuto.cli import main
 from tenuto.cli.deploying import left_open
 from tenuto.deployments.control.change_preview import preview_change
 from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.serve.user_config import Entrance, Options
+from tenuto.deployments.serve.user_config import Entrance, OfflineOptions, Options
 from tenuto.documents import dump_yaml
 from tenuto.placement import Plan
 from tests.instruments.plans import make_plan
@@ -88,6 +88,7 @@ SETTINGS = {
     "dispatchers": 3,
     "partition": {"m": 0, "n": 1},
     "control": {"mode": "advise"},
+    "offline": OfflineOptions(path="/tmp/offline"),
 }
 
 

@@ -50,7 +50,7 @@ def test_each_request_is_answered_and_says_what_its_stages_took(
     result = run_bench(models, options, applications=applications)
 
     simulated = Simulation.of_plan(plan, duration_s=SECONDS, warmup_s=0.0, seed=SEED).run()
-    assert result.schedule.hash == simulated.load.schedule.hash
+    assert result.schedule.hash == simulated.schedule.hash
     assert result.errors == []
     for application, expected in simulated.summary()["applications"].items():
         row = result.summary["applications"][application]

