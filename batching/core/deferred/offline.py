@@ -6,6 +6,9 @@ batch and of the batches that go before it, with what is expected to come meanwh
 bursts: the square of the load, as so often a request finds two batches before it. A batch of the offline requests' own
 model takes them along where the same slack allows it.
 
+A program that nobody asks keeps the slack of a request that would come now. Where not even one offline request fits
+into it, one at a time runs once nobody has asked for a minute.
+
 No two programs share a turn: each offline batch is of the program that had none for longest.
 """
 
@@ -20,6 +23,7 @@ from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
+_UNASKED_MS = 60_000.0  # limit: then a program no longer keeps offline requests away that do not fit into its slack
 _CHANCE = 2.0  # derived: standard deviations of what comes during a batch (Poisson): 2 % of the time more comes
 
 
@@ -32,6 +36,7 @@ class OfflineRequests:
         self._gpulets = gpulets
         self._busy: dict[int, tuple[float, float]] = {}  # by pool: see `_busy_ms`, and when that was
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of (deadline, program, request)
+        self._since_ms = INF  # when the first came
 
     def add(self, program: int, request_id: int, deadline: float) -> None:
         """Let a request wait."""
@@ -79,6 +84,7 @@ class OfflineRequests:
 
     def look_at(self, now: float) -> float:
         """Return when to look again though nothing happens: rates fall when nothing comes."""
+        self._since_ms = min(self._since_ms, now)
         if not any(pool.size for program in self.waiting for pool in self._queues[program].pools):
             return self._deadlines[0][0] if self.waiting and self._deadlines else INF
         return min(now + ArrivalRate.STEP_MS, self._deadlines[0][0] if self._deadlines else INF)
@@ -90,8 +96,10 @@ class OfflineRequests:
             if run is not None:
                 begin = max(starts_at, now + self._gpulets.way_ms(1))
                 factor = self._gpulets.factor(program, gpulet)
-                size = self._largest(pool, run, factor, begin, now, min(len(waiting), len(run) - 1), 0)
-                if size:
+                most = min(len(waiting), len(run) - 1)
+                size = self._largest(pool, run, factor, begin, now, most, 0)
+                if size or self._largest(pool, run, factor, begin, now, 1, 0, asked_within_ms=_UNASKED_MS):
+                    size = size or 1
                     return program, size
         return -1, 0
 
@@ -118,9 +126,11 @@ class OfflineRequests:
         most: int,
         least: int,
         apart: WaitingQueue | None = None,
+        asked_within_ms: float = INF,
     ) -> int:
-        """Return the largest batch, up to `most` and else `least`, that leaves every program of the pool its slack."""
-        rivals = self._rivals(pool, now, apart)
+        """Return the largest batch, up to `most` and else `least`, that leaves every program of the pool its slack, or
+        those that were asked lately."""
+        rivals = self._rivals(pool, now, apart, asked_within_ms)
         load = min(1.0, self._busy_ms(pool, now) / (ArrivalRate.RECENT_MS * pool.size))
         low, high = least, most + 1
         while high - low > 1:
@@ -132,18 +142,20 @@ class OfflineRequests:
         return low
 
     def _rivals(
-        self, pool: WaitingPool, now: float, apart: WaitingQueue | None
+        self, pool: WaitingPool, now: float, apart: WaitingQueue | None, asked_within_ms: float
     ) -> list[tuple[float, WaitingQueue, float]]:
         """Return (deadline, queue, requests per ms to one of its gpu-lets) of the programs that may need a gpu-let of
-        the pool, the first deadline first."""
+        the pool, the first deadline first; only of those that were asked within a time."""
         rivals = []
         for program in pool.run:
             queue = self._queues[program]
             rate = queue.rate
-            per_ms = 0.0 if rate.is_silent(now) else max(rate.rps or 0.0, rate.recent_rps) / 1000.0
+            asked_ms = rate.next_at if rate.count else self._since_ms
+            is_silent = rate.is_silent(now) or now >= asked_ms + ArrivalRate.RECENT_MS
+            per_ms = 0.0 if is_silent else max(rate.rps or 0.0, rate.recent_rps) / 1000.0
             if queue.ids and queue is not apart:
                 rivals.append((queue.deadlines[0], queue, per_ms))
-            elif per_ms:
+            elif (rate.rps or rate.count) and now - asked_ms < asked_within_ms:
                 rivals.append((now + queue.costs.budget_ms, queue, per_ms))
         rivals.sort(key=_deadline)
         return rivals
@@ -163,8 +175,10 @@ class OfflineRequests:
             come = per_ms * ends_ms
             count = ceil(len(queue.ids) + come + _CHANCE * sqrt(come))
             run = pool.run[queue.program]
-            before_ms += queue.batch.factor * run[max(1, min(count, costs.longest, len(run) - 1))]
-            slack_ms = deadline - now - self._gpulets.way_ms(1) - before_ms
+            own_ms = queue.batch.factor * run[max(1, min(count, costs.longest, len(run) - 1))]
+            slack_ms = deadline - now - self._gpulets.way_ms(1) - before_ms - own_ms
+            if count:  # of those that nobody asks, two do not come at once
+                before_ms += own_ms
             if ends_ms > part * slack_ms + TIME_TOLERANCE_MS:
                 return False
         return True

@@ -81,6 +81,24 @@ def test_a_cancelled_one_is_forgotten_and_one_whose_client_waits_no_longer_is_dr
     assert core.queued_offline(1) == 0
 
 
+def test_a_program_that_nobody_asks_keeps_its_slack_and_starves_nobody(system: System) -> None:
+    core = deferred(system)
+    for number in range(200):
+        core.add_offline(0.0, 1, number, math.inf)
+    for at in (0.0, 2_000.0, 200_000.0):
+        ((_, ids),) = batches(drained(core, at))
+        assert 20 <= len(ids) <= 33  # a request of `a` that comes now still has its 6 ms, however rare it is
+        core.batch_done(at + 99.0, 0)
+    large = everywhere_linear([("a", 1.0, 5.0, 40.0, 1.0), ("b", 1.0, 99.0, 1000.0, 1.0)], 1)
+    core = deferred(large)
+    for number in range(2):
+        core.add_offline(0.0, 1, number, math.inf)
+    assert not batches([*drained(core, 0.0), *drained(core, 59_000.0)])
+    assert batches(drained(core, 60_500.0)) == [(1, [0])]
+    core.add_request(60_600.0, 0, 2, 60_640.0)
+    assert not batches(drained(core, 60_600.0))
+
+
 def test_models_take_turns(system: System) -> None:
     core = deferred(system)
     for number in range(300):

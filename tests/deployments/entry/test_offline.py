@@ -50,7 +50,7 @@ async def test_another_word_is_refused(bench: Bench, name: str) -> None:
 
 async def test_it_has_no_slo_but_its_clients_own_patience(bench: Bench) -> None:
     bench.gpulets["a"].hold = True
-    await bench.follow(Plan.from_data(_with(PLAN, slo_ms=3.0)), scheduler="deferred")
+    await bench.follow(Plan.from_data(_with(PLAN, slo_ms=30.0)), scheduler="deferred")
     asked = asyncio.create_task(bench.infer(X_Priority="offline"))
     assert (await bench.infer(X_Priority="offline", X_SLO_Ms="0")).status_code == 504
     assert (await bench.infer()).status_code == 504
