@@ -150,10 +150,8 @@ class Trials:
         is_reached, is_ok = result.measured, result.outcome == Outcome.OK
         if joins is None:
             return _TargetRequests(result.model[is_reached], result.arrival_ms[is_reached], is_ok[is_reached])
-        alone, place = (
-            is_reached & (self._load.owner < 0),
-            {spec.name: at for at, spec in enumerate(self.worth.targets)},
-        )
+        alone = is_reached & (self._load.owner < 0)
+        place = {spec.name: at for at, spec in enumerate(self.worth.targets)}
         of_model = np.array([place.get(spec.name, -1) for spec in self._models])
         calls = np.array(list(self._load.calls.values()))
         is_counted = (calls[:, 1] >= 1000.0 * result.warmup_s) & (calls[:, 1] <= 1000.0 * result.duration_s)

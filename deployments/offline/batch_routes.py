@@ -60,9 +60,6 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
         lines = (line.split(": ", 1) for line in refusal.lines().decode().splitlines())
         return Response(refusal.payload(_FILES.encode()), refusal.status, dict(lines))
 
-    def key(request: Request) -> str:
-        return request.headers.get(CLIENT_HEADER, "")
-
     @app.post(_FILES)
     async def upload(request: Request) -> Response:
         stream = request.stream()
@@ -77,7 +74,7 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
             raise
 
     async def take_file(request: Request, stream: AsyncGenerator[bytes, None]) -> Response:
-        room = await runner.on_disk(store.room_bytes, key(request))
+        room = await runner.on_disk(store.room_bytes, _key(request))
 
         def check(size: int) -> None:
             if size > room + _FORM_BYTES:
@@ -98,26 +95,18 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
             if form.get("purpose") != "batch" or not isinstance(file, UploadFile):
                 raise StoreError(400, "send a form with purpose=batch and a file, and nothing else.")
             file_id = await asyncio.to_thread(store.copy_file, file.file)
-            return _json(await runner.on_disk(store.add_file, key(request), (file.filename or "")[:255], file_id))
+            return _json(await runner.on_disk(store.add_file, _key(request), (file.filename or "")[:255], file_id))
         finally:
             await form.close()
 
-    @app.get(_FILES)
-    async def files(request: Request, after: str | None = None, limit: Limit = _PAGE) -> Response:
-        return _list(await runner.on_disk(store.documents, key(request), "file", after, limit + 1), limit)
-
-    @app.get(_FILES + "/{file_id}")
-    async def file(request: Request, file_id: str) -> Response:
-        return _json(await runner.on_disk(store.document, key(request), "file", file_id))
-
     @app.delete(_FILES + "/{file_id}")
     async def delete(request: Request, file_id: str) -> Response:
-        await runner.on_disk(store.delete_file, key(request), file_id)
+        await runner.on_disk(store.delete_file, _key(request), file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
 
     @app.get(_FILES + "/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
-        await runner.on_disk(store.document, key(request), "file", file_id)
+        await runner.on_disk(store.document, _key(request), "file", file_id)
         return FileResponse(store.path(file_id), media_type="application/jsonl")
 
     @app.post(_BATCHES)
@@ -129,21 +118,32 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
         if not 0 < window_s <= _LONGEST_S:
             raise StoreError(400, "completion_window must be a number with s, m, h or d, such as 24h; 30d at most.")
         terms = (body.input_file_id, body.endpoint, body.completion_window, window_s, body.metadata)
-        return _json(await runner.on_disk(store.add_batch, key(request), *terms))
+        return _json(await runner.on_disk(store.add_batch, _key(request), *terms))
 
-    @app.get(_BATCHES)
-    async def batches(request: Request, after: str | None = None, limit: Limit = _PAGE) -> Response:
-        return _list(await runner.on_disk(store.documents, key(request), "batch", after, limit + 1), limit)
-
-    @app.get(_BATCHES + "/{batch_id}")
-    async def batch(request: Request, batch_id: str) -> Response:
-        return _json(await runner.on_disk(store.document, key(request), "batch", batch_id))
+    for path, kind in ((_FILES, "file"), (_BATCHES, "batch")):
+        _show(app, path, kind, store, runner)
 
     @app.post(_BATCHES + "/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Response:
-        return _json(await runner.on_disk(store.cancel, key(request), batch_id))
+        return _json(await runner.on_disk(store.cancel, _key(request), batch_id))
 
     return app
+
+
+def _show(app: FastAPI, path: str, kind: str, store: BatchStore, runner: BatchRunner) -> None:
+    """Let clients list their files or batches, and see one."""
+
+    @app.get(path)
+    async def documents(request: Request, after: str | None = None, limit: Limit = _PAGE) -> Response:
+        return _list(await runner.on_disk(store.documents, _key(request), kind, after, limit + 1), limit)
+
+    @app.get(path + "/{document_id}")
+    async def document(request: Request, document_id: str) -> Response:
+        return _json(await runner.on_disk(store.document, _key(request), kind, document_id))
+
+
+def _key(request: Request) -> str:
+    return request.headers.get(CLIENT_HEADER, "")
 
 
 def _refusal(error: Exception) -> HttpError:

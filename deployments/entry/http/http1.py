@@ -309,10 +309,11 @@ class HttpConnection(ClientConnection):
         head, at = framed
         exchange, end = self._begin(head), at + head.length
         self._unread = data[end:]
-        error = self._refusal(exchange, head.length)
+        goes_on = self.server.store is not None and is_relayed(head.url)
+        error = self._refusal(exchange, 0 if goes_on else head.length)
         if error is not None:
             self._turn_away(exchange, error)
-        elif self._is_relayed(head):
+        elif goes_on:
             self._unread = b""
             self._hand_on(exchange, data[at:])
         elif framing.is_over and head.length < SLOT_BYTES:
@@ -354,20 +355,14 @@ class HttpConnection(ClientConnection):
             self._write([_CONTINUE])
 
     def _refusal(self, exchange: HttpExchange, length: int) -> HttpError | None:
-        """Return why the body need not come."""
+        """Return why the body need not come, of which so many bytes are to be kept."""
         limits = self.server.limits
-        is_relayed = self._is_relayed(exchange.head)
-        if length > limits.most_body_bytes and not is_relayed:
+        if length > limits.most_body_bytes:
             return too_large(limits.most_body_bytes)
         error = self.server.service.refusal(exchange)
         if error is None and exchange.key and not self.show_key():
             error = many()
-        if (
-            error is None
-            and length >= SLOT_BYTES
-            and not is_relayed
-            and not self.server.account(self, exchange.key).has_room(length)
-        ):
+        if error is None and length >= SLOT_BYTES and not self.server.account(self, exchange.key).has_room(length):
             error = unfinished()
         return error
 
@@ -428,9 +423,6 @@ class HttpConnection(ClientConnection):
         fail(exchange, error)
 
     # --- going on to the store of batches -----------------------------------------------------------------------
-
-    def _is_relayed(self, head: Head) -> bool:
-        return self.server.store is not None and is_relayed(head.url)
 
     def _hand_on(self, exchange: HttpExchange, came: bytes) -> None:
         assert self.server.store is not None

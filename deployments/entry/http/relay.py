@@ -16,7 +16,8 @@ from tenuto.deployments.wire.frames import Address
 from tenuto.deployments.wire.peer import Endpoint, Finder
 
 CLIENT_HEADER, TOKEN_HEADER = "x-tenuto-client", "x-tenuto-token"
-_PATHS = (b"/v1/files", b"/v1/batches")
+_PATHS = b"/v1/files", b"/v1/batches"
+_BELOW = b"/v1/files/", b"/v1/batches/"
 _CONNECTS_S = 5.0  # limit: for the store to be found and connected
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"authorization"))
 _OWN = frozenset((b"x-api-key", CLIENT_HEADER.encode(), TOKEN_HEADER.encode()))
@@ -25,7 +26,7 @@ _OWN = frozenset((b"x-api-key", CLIENT_HEADER.encode(), TOKEN_HEADER.encode()))
 def is_relayed(url: bytes) -> bool:
     """Return whether a URL is one of files or of batches."""
     path = url.partition(b"?")[0]
-    return path in _PATHS or path.startswith(tuple(each + b"/" for each in _PATHS))
+    return path in _PATHS or path.startswith(_BELOW)
 
 
 class RelayClient(Protocol):

@@ -32,6 +32,7 @@ from tenuto.deployments.entry.service.planned_application import PlannedApplicat
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Split, traffic_splits
+from tenuto.deployments.entry.service.waking_models import wake
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
@@ -196,7 +197,7 @@ class TenutoHandle:
         stages = () if version or model not in self._applications else self._applications[model].graph.stages
         for name in [self._name(stage.model, None) for stage in stages] or [self._name(model, version)]:
             if self._plan.model(name).idle_after_s is not None and not self._dispatchers.is_ready(name):
-                ask(self._dispatchers, name, (), slo_ms=0.0)  # it expires there, and is counted
+                wake(self._dispatchers, name)
 
     def _split(self, model: str) -> Split | None:
         """Return the split of requests that name no version; None for a model without versions."""

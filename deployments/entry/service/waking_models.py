@@ -26,6 +26,11 @@ class IdleModelError(HttpError):
         self.model, self.names, self.start_s = model, names, start_s
 
 
+def wake(dispatching: Dispatching, name: str) -> None:
+    """Let the controller hear that a model is asked for: a request expires at the dispatcher, and is counted there."""
+    ask(dispatching, name, (), slo_ms=0.0)
+
+
 class WakingModels:
     """The models that are idle, or start because somebody asked. What waits for them is here, too."""
 
@@ -60,7 +65,7 @@ class WakingModels:
             left_s: time that the request has.
         """
         for name in error.names:
-            ask(dispatching, name, (), slo_ms=0.0)  # it expires there, and is counted
+            wake(dispatching, name)
         self._waiting = [each for each in self._waiting if not each[1].done()]
         if left_s < error.start_s or len(self._waiting) >= _MOST_WAITING:
             return None

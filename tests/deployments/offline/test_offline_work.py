@@ -22,6 +22,7 @@ from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
 from tests.deployments.offline.test_batch_store import KEY, batch_of
 from tests.deployments.offline.test_batch_store import begun as begun_on_disk
 from tests.instruments.asking import PATIENCE_S, until
+from tests.instruments.fake_gpulet import FakeGpulet
 
 URL = "/v2/models/m/infer"
 KEYS = {"anna": "key of anna", "ben": "key of ben"}
@@ -109,6 +110,15 @@ async def begun(client: openai.AsyncOpenAI, content: bytes, url: str = URL) -> B
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
 
 
+async def held(offline: Offline, count: int) -> tuple[FakeGpulet, openai.AsyncOpenAI, Batch]:
+    """Begin a batch of so many lines, and return when the gpu-let has some and answers none."""
+    gpulet, client = offline.bench.gpulets["a"], offline.client()
+    gpulet.hold = True
+    batch = await begun(client, lines(count))
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    return gpulet, client, batch
+
+
 async def rows(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
     if file_id is None:
         return []
@@ -152,10 +162,7 @@ async def test_what_the_model_refuses_is_in_the_file_of_errors(offline: Offline)
 
 async def test_a_store_that_dies_goes_on_where_it_was(offline: Offline) -> None:
     await offline.start()
-    gpulet, client = offline.bench.gpulets["a"], offline.client()
-    gpulet.hold = True
-    batch = await begun(client, lines(12))
-    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    gpulet, client, batch = await held(offline, 12)
     await offline.end_store()
     with pytest.raises(openai.InternalServerError, match="does not answer"):
         await client.batches.retrieve(batch.id)
@@ -171,10 +178,7 @@ async def test_a_store_that_dies_goes_on_where_it_was(offline: Offline) -> None:
 
 async def test_lines_whose_gpulet_dies_are_asked_again(offline: Offline) -> None:
     await offline.start()
-    gpulet, client = offline.bench.gpulets["a"], offline.client()
-    gpulet.hold = True
-    batch = await begun(client, lines(6))
-    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    gpulet, client, batch = await held(offline, 6)
     gpulet.die()
     gpulet.hold = False
     await gpulet.start()
@@ -186,10 +190,7 @@ async def test_lines_whose_gpulet_dies_are_asked_again(offline: Offline) -> None
 
 async def test_a_batch_is_cancelled_half_way(offline: Offline) -> None:
     await offline.start()
-    gpulet, client = offline.bench.gpulets["a"], offline.client()
-    gpulet.hold = True
-    batch = await begun(client, lines(30))
-    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    gpulet, client, batch = await held(offline, 30)
     assert (await client.batches.cancel(batch.id)).status == "cancelling"
     gpulet.hold = False
     gpulet.release()
@@ -202,10 +203,7 @@ async def test_a_batch_is_cancelled_half_way(offline: Offline) -> None:
 
 async def test_a_batch_that_waits_keeps_no_other_from_its_place(offline: Offline) -> None:
     await offline.start()
-    client = offline.client()
-    offline.bench.gpulets["a"].hold = True
-    waits = await begun(client, lines(30))
-    await asyncio.wait_for(offline.bench.gpulets["a"].arrived.wait(), PATIENCE_S)
+    _, client, waits = await held(offline, 30)
     url = "/v2/models/n/infer"
     other = await over(client, await begun(client, lines(9, url), url))
 
