@@ -91,15 +91,16 @@ class OfflineRequests:
 
     def next_batch(self, pool: WaitingPool, now: float, starts_at: float, gpulet: int) -> tuple[int, int]:
         """Return the program and the size of the offline batch that may start on a gpu-let then; size 0: none."""
+        rivals, lately = (self._rivals(pool, now, None, within_ms) for within_ms in (INF, _UNASKED_MS))
         for program, waiting in self.waiting.items():
             run = pool.run.get(program)
             if run is not None:
                 begin = max(starts_at, now + self._gpulets.way_ms(1))
                 factor = self._gpulets.factor(program, gpulet)
                 most = min(len(waiting), len(run) - 1)
-                size = self._largest(pool, run, factor, begin, now, most, 0)
-                if size or self._largest(pool, run, factor, begin, now, 1, 0, asked_within_ms=_UNASKED_MS):
-                    size = size or 1
+                size = self._largest(pool, rivals, run, factor, begin, now, most, 0)
+                size = size or self._largest(pool, lately, run, factor, begin, now, 1, 0)
+                if size:
                     return program, size
         return -1, 0
 
@@ -114,23 +115,23 @@ class OfflineRequests:
         begin = now + self._gpulets.way_ms(size)
         while most > 0 and begin + factor * run[size + most] > end_by:
             most //= 2
-        return self._largest(pool, run, factor, begin, now, size + most, size, queue) - size if most > 0 else 0
+        if most <= 0:
+            return 0
+        rivals = self._rivals(pool, now, queue, INF)
+        return self._largest(pool, rivals, run, factor, begin, now, size + most, size) - size
 
     def _largest(
         self,
         pool: WaitingPool,
+        rivals: list[tuple[float, WaitingQueue, float]],
         run: list[float],
         factor: float,
         begin: float,
         now: float,
         most: int,
         least: int,
-        apart: WaitingQueue | None = None,
-        asked_within_ms: float = INF,
     ) -> int:
-        """Return the largest batch, up to `most` and else `least`, that leaves every program of the pool its slack, or
-        those that were asked lately."""
-        rivals = self._rivals(pool, now, apart, asked_within_ms)
+        """Return the largest batch, up to `most` and else `least`, that leaves every one of `rivals` its slack."""
         load = min(1.0, self._busy_ms(pool, now) / (ArrivalRate.RECENT_MS * pool.size))
         low, high = least, most + 1
         while high - low > 1:
@@ -151,7 +152,7 @@ class OfflineRequests:
             queue = self._queues[program]
             rate = queue.rate
             asked_ms = rate.next_at if rate.count else self._since_ms
-            is_silent = rate.is_silent(now) or now >= asked_ms + ArrivalRate.RECENT_MS
+            is_silent = now >= asked_ms + ArrivalRate.RECENT_MS
             per_ms = 0.0 if is_silent else max(rate.rps or 0.0, rate.recent_rps) / 1000.0
             if queue.ids and queue is not apart:
                 rivals.append((queue.deadlines[0], queue, per_ms))
