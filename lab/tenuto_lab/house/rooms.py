@@ -62,14 +62,15 @@ def rooms_named(cell: str, sources: Sequence[Source]) -> list[Source]:
 
 
 def with_figures(text: str, sources: Sequence[Source]) -> tuple[str, Mapping[str, RoomFigures]]:
-    """Return CONTRIBUTING with the present figures in its table of marks, and those that the text has too far off."""
+    """Return CONTRIBUTING with present figures in the rows of its marks that are too far off, and these figures."""
     before, heading, marks = text.partition("\n## Marks\n")
     stale: dict[str, RoomFigures] = {}
 
     def renewed(row: re.Match[str]) -> str:
         figures = figures_of(rooms_named(row["rooms"], sources))
-        if not figures.is_near(row["figures"]):
-            stale[row["rooms"]] = figures
+        if figures.is_near(row["figures"]):
+            return row[0]
+        stale[row["rooms"]] = figures
         return f"| {row['rooms']} | {row['mark']} | {figures} | {row['why']} |"
 
     return before + heading + _ROW.sub(renewed, marks), stale
