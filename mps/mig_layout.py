@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import Nvml, answering, load_nvml, mig_handles, processes_on, read_inventory, text_of
 from tenuto.mps.others import find_others
-from tenuto.mps.processes import Processes
 
 _LEAVE_S = 30  # limit: a gpu-let's CUDA MPS server ends some seconds after the gpu-let
 _OFF, _ON = 0, 1  # format: NVML_DEVICE_MIG_DISABLE and NVML_DEVICE_MIG_ENABLE
@@ -111,7 +110,6 @@ def apply_layout(
     cuts: Collection[MigCut],
     *,
     nvml: MigNvml | None = None,
-    processes: Processes | None = None,
     leave_s: int = _LEAVE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> MigLayout:
@@ -125,7 +123,6 @@ def apply_layout(
         gpu_uuid: of the GPU.
         cuts: no two of which take the same memory slice.
         nvml: the driver.
-        processes: what is known of processes.
         leave_s: how long processes in the way may take to leave.
         sleep: waits for seconds.
 
@@ -145,11 +142,11 @@ def apply_layout(
                 gpu_uuid, "it changes its MIG mode at its next reset", f"nvidia-smi --gpu-reset -i {gpu_uuid}"
             )
         if not before.is_on:
-            _leave(gpu_uuid, [gpu_uuid], nvml, processes, leave_s, sleep)
+            _leave(gpu_uuid, [gpu_uuid], nvml, leave_s, sleep)
             gpu.set_mode(_ON)
         try:
             gone = _in_the_way(gpu, before, come) if cuts else before.instances
-            _leave(gpu_uuid, [uuid for instance in gone for uuid in instance.uuids], nvml, processes, leave_s, sleep)
+            _leave(gpu_uuid, [uuid for instance in gone for uuid in instance.uuids], nvml, leave_s, sleep)
             _exchange(gpu, gone, come)
             if not cuts:
                 gpu.set_mode(_OFF)
@@ -338,14 +335,7 @@ def _go_back(gpu: _Gpu, before: MigLayout, nvml: MigNvml) -> None:
             step()
 
 
-def _leave(
-    gpu_uuid: str,
-    devices: Sequence[str],
-    nvml: MigNvml,
-    processes: Processes | None,
-    leave_s: int,
-    sleep: Callable[[float], None],
-) -> None:
+def _leave(gpu_uuid: str, devices: Sequence[str], nvml: MigNvml, leave_s: int, sleep: Callable[[float], None]) -> None:
     """Wait until no process is on GPUs or MIG devices; raises `EnvironmentFaultError` with those that stay."""
     for left_s in range(leave_s, -1, -1):
         pids = sorted({pid for device in devices for pid in processes_on(device, nvml)})
@@ -355,7 +345,7 @@ def _leave(
             sleep(1.0)
     raise _refused(
         gpu_uuid,
-        f"{', '.join(map(str, find_others(tuple(pids), set(), processes)))} would be cut off",
+        f"{', '.join(map(str, find_others(tuple(pids), set())))} would be cut off",
         "Stop what is not Tenuto's, or keep these instances (`mig: fixed`)",
     )
 

@@ -79,11 +79,6 @@ class Stage(StrictModel):
         return self.most or min(MOST_REQUESTS, math.ceil(_MOST_TIMES * self.count))
 
     @property
-    def usual_requests(self) -> int:
-        """The mean number of requests as a whole number, at least 1."""
-        return max(1, round(self.count))
-
-    @property
     def own_keys(self) -> list[str]:
         """The keys given that say what a model is, which a shared model says itself."""
         keys = ("source", "profile", "latency", "sizes", "weights_path", "options", "generates", "slo")

@@ -165,9 +165,9 @@ class OpenSequences:
             self._tell(peer, Generated(tokens[peer], ended[peer], held, execution_ms, scores[peer]))
             execution_ms = 0.0  # it is counted once
 
-    def end_all(self, why: str = _GONE) -> None:
+    def end_all(self) -> None:
         """Answer every sequence that it cannot go on here. The generator may be closed already."""
-        refused = Refused(Outcome.FAILED, why, 1.0, self._id, Rule.LOST)
+        refused = Refused(Outcome.FAILED, _GONE, 1.0, self._id, Rule.LOST)
         for each in [self._forget(number) for number in list(self._open)]:
             self._refuse(each.peer, each.number, refused, may_retry=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tenuto.batching.applications.application_graph import ApplicationGraph
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, Stage
 
 
 @dataclass
@@ -62,7 +62,7 @@ class StageSender:
             self._send(prepared, request_id, token, None)
             return
         stages = prepared.stages
-        walk = _Walk(prepared, request_id, token, self._now_s(), [stage.usual_requests for stage in stages])
+        walk = _Walk(prepared, request_id, token, self._now_s(), [_usual_requests(stage) for stage in stages])
         walk.due_at = [math.nan] * len(stages)
         for index, stage in enumerate(stages):
             if not stage.after:
@@ -80,7 +80,7 @@ class StageSender:
         budgets = [walk.application.budget_ms(each) for each in walk.application.stages]
         behind_ms = ApplicationGraph.of(walk.application).longest_behind(budgets)[index]
         left_ms = walk.application.slo_ms - behind_ms - (self._now_s() - walk.begun_at) * 1000.0
-        for number in range(stage.usual_requests):
+        for number in range(_usual_requests(stage)):
             bodies = self._bodies[model]
             prepared = self._sender.prepare(model, bodies[(walk.token + number) % len(bodies)], left_ms)
             self._send(prepared, f"{walk.request_id}.{index}.{number}", index, walk)
@@ -112,3 +112,8 @@ class StageSender:
     def close(self) -> None:
         """Close all connections."""
         self._sender.close()
+
+
+def _usual_requests(stage: Stage) -> int:
+    """Return the mean number of requests of a stage as a whole number, at least 1."""
+    return max(1, round(stage.count))

@@ -292,20 +292,14 @@ def _events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:
         worker.end()
 
 
-def assemble(
-    measurements: Sequence[Measurement],
-    *,
-    name: str,
-    command: str,
-    source: str = "measured by `tenuto profile`; latency is from numpy to numpy, copies included",
-) -> Profile:
-    """Return the profile file of one or more models, each measured once on one device; `source` says how."""
+def assemble(measurements: Sequence[Measurement], *, name: str, command: str) -> Profile:
+    """Return the profile file of one or more models, each measured once on one device."""
     machine = measurements[0].machine
     versions = {key: value for one in measurements for key, value in one.machine.versions.items()}
     return Profile(
         name=name,
         gpu_type=machine.gpu_type,
-        source=source,
+        source="measured by `tenuto profile`; latency is from numpy to numpy, copies included",
         measured=Measured(
             hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions, command=command
         ),

@@ -51,13 +51,12 @@ class FunctionPool:
     """The functions of one application, for its models of one time. Made, used and closed on one event loop. The
     processes end after the last holder has released the pool; whoever made it is the first."""
 
-    def __init__(self, application: Application, models: Sequence[ModelSignature], *, hangs_s: float = HANGS_S) -> None:
+    def __init__(self, application: Application, models: Sequence[ModelSignature]) -> None:
         """Start the processes.
 
         Args:
             application: has at least one function.
             models: the signatures of the models of its stages.
-            hangs_s: how long a call may take where the SLO is shorter.
         """
         self._application, self._models = application, models
         places = [place for place, stage in enumerate(application.stages) if stage.map is not None]
@@ -77,7 +76,7 @@ class FunctionPool:
             f"the functions of '{application.name}'",
             set_up,
             _PROCESSES,
-            longest_s=max(hangs_s, application.slo_ms / 1000.0),
+            longest_s=max(HANGS_S, application.slo_ms / 1000.0),
             most_bytes=min(max(most), _MOST_INPUT_BYTES),
         )
         self._holders = 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,14 +20,7 @@ class HookPool:
     """The hooks of one model, in processes of their own. Made, used and closed on one event loop."""
 
     def __init__(
-        self,
-        model: str,
-        options: HookOptions,
-        signature: ModelSignature,
-        slo_ms: float,
-        *,
-        hangs_s: float = HANGS_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, model: str, options: HookOptions, signature: ModelSignature, slo_ms: float, *, hangs_s: float = HANGS_S
     ) -> None:
         """Start the processes.
 
@@ -38,7 +30,6 @@ class HookPool:
             signature: of the model.
             slo_ms: of the plan.
             hangs_s: how long a call may take where the SLO is shorter.
-            clock: monotonic seconds.
         """
         assert options.hooks is not None
         self._model, self._signature = model, signature
@@ -48,7 +39,6 @@ class HookPool:
             options.hook_processes,
             longest_s=max(hangs_s, slo_ms / 1000.0),
             most_bytes=_most_bytes(signature),
-            clock=clock,
         )
 
         self.longest_ms = self._pool.longest_ms

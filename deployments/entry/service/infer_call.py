@@ -20,7 +20,7 @@ from tenuto.deployments.entry.service.application_counters import ApplicationCou
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_model import PlannedModel
-from tenuto.deployments.entry.service.routing import Route
+from tenuto.deployments.entry.service.routing import Route, allowed_ms
 from tenuto.deployments.entry.service.traces import Traced
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.arena import Arena, Slot
@@ -376,13 +376,6 @@ class Shown:
         if not math.isnan(executed.started_ms):
             lines += b"x-tenuto-start-ms: %.3f\r\n" % (executed.started_ms - arrived_ms)
         return lines, b'{"queue_ms":%b,"batching_ms":%b,%b' % (queue, batching, self._parameters)
-
-
-def allowed_ms(exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool) -> float:
-    """Return the time allowed from arrival: the client's own, else the model's SLO; what is offline has none unless its
-    model is."""
-    own_ms = math.inf if offline and not model.offline else model.slo_ms
-    return min(own_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
 
 
 def _may_name(body: Buffer, json_length: int | None, *, slo: bool) -> bool:

@@ -50,11 +50,11 @@ from tenuto.deployments.entry.service.application_call import ApplicationCall
 from tenuto.deployments.entry.service.application_counters import ApplicationCounters
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.generation_call import GenerationCall
-from tenuto.deployments.entry.service.infer_call import InferCall, allowed_ms
+from tenuto.deployments.entry.service.infer_call import InferCall
 from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
-from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, load_path, named_model, route_to
+from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, allowed_ms, load_path, named_model, route_to
 from tenuto.deployments.entry.service.schema_checks import SchemaChecks
 from tenuto.deployments.entry.service.traces import Traces
 from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCopies, Split, traffic_splits
@@ -135,18 +135,13 @@ class InferenceService:
     """Answers the requests that carry load. Invariant: every exchange is responded to exactly once, or left."""
 
     def __init__(
-        self,
-        manage: Callable[[Exchange, Caller | None], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
+        self, manage: Callable[[Exchange, Caller | None], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Prepare without a plan.
 
         Args:
             manage: answers every other request, of a client that is known or not.
             clock: monotonic seconds.
-            draw: returns random numbers in [0, 1): which version a request goes to.
         """
         self.margin = Margin()
         self.lag = ReadingLag()
@@ -167,7 +162,7 @@ class InferenceService:
         self._stage_times = StageTimes()
         self.application_counters = ApplicationCounters()
         self._splits: dict[str, Split] = {}  # of models that have versions
-        self._draw, self._copies = draw, ShadowCopies(draw)
+        self._copies = ShadowCopies()
         self._waking = WakingModels()
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
         self._latest: tuple[Head, Route] | None = None  # likewise; most bodies come with their heads
@@ -222,7 +217,7 @@ class InferenceService:
     def _choose(self, model: str) -> PlannedModel:
         """Return a version of the model of a stage for one request: as of requests that name none."""
         split = self._splits.get(split_name(model)[0])
-        name = model if split is None else split.choose(self._draw())
+        name = model if split is None else split.choose(random.random())
         return self._models.get(name) or PlannedModel(name)
 
     def _signature(self, name: str) -> ModelSignature | None:
@@ -348,9 +343,8 @@ class InferenceService:
         self, exchange: Exchange, route: Route, described: DescribedRequest | None, error: IdleModelError
     ) -> None:
         """Begin anew when the models that are asked for have started; refuse what has not the time to wait."""
-        asked_ms, model = route.slo_ms if route.ttft_ms is None else route.ttft_ms, error.model
-        own_ms = math.inf if route.offline and not model.offline else min(model.slo_ms, model.ttft_ms)
-        due_ms = exchange.arrived_ms + min(own_ms if asked_ms is None else asked_ms, exchange.patience_ms)
+        patience_ms = allowed_ms(exchange, route, error.model, offline=route.offline, for_first_token=True)
+        due_ms = exchange.arrived_ms + patience_ms
         started = self._waking.wake(error, self.dispatching, due_ms / 1000.0 - self._clock())
         if started is None:
             refuse(exchange, error.without_frames())
@@ -491,7 +485,7 @@ class InferenceService:
         return rest._replace(handle=self._split, began_s=None, split=tuple(to))
 
     def _split(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
-        drawn = self._draw()
+        drawn = random.random()
         for below, chosen in route.split:
             if drawn < below:
                 if chosen.began_s is not None and chosen.model is not None:
@@ -502,10 +496,8 @@ class InferenceService:
 
     def _infer(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
         model: Any = route.model  # a `PlannedModel`: only routes of models lead here
-        slo_ms = min(model.slo_ms if route.slo_ms is None else route.slo_ms, exchange.patience_ms)
-        now_ms = self._clock() * 1000.0
-        if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
-            raise _behind()
+        slo_ms = allowed_ms(exchange, route, model, offline=route.offline)
+        self._check_lag(exchange, slo_ms)
         call: InferCall
         call, encoding = self._call(exchange, route, model, slo_ms, described), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
@@ -580,7 +572,8 @@ class InferenceService:
         if not schema or self._schemas.is_known(schema):
             self._begin_generation(exchange, route, model, asked, own_id)
             return
-        due_ms = exchange.arrived_ms + _ttft_ms(exchange, route, model, offline=asked.offline)
+        ttft_ms = allowed_ms(exchange, route, model, offline=asked.offline, for_first_token=True)
+        due_ms = exchange.arrived_ms + ttft_ms
         checked = self._schemas.check(schema, due_ms)
         self.wait_for(
             exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
@@ -607,15 +600,19 @@ class InferenceService:
         if route.caller is not None and not route.caller.may_ask(name):
             raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{name}'.")
         split = self._splits.get(name)
-        return (self._known(name) if split is None else self._models[split.choose(self._draw())]), split
+        return (self._known(name) if split is None else self._models[split.choose(random.random())]), split
+
+    def _check_lag(self, exchange: Exchange, slo_ms: float) -> None:
+        """Refuse a request that is read too late."""
+        if self.lag.is_behind(self.now_ms - exchange.arrived_ms, slo_ms, self.now_ms):
+            reason = "more requests come than this gateway can read. Retry in a second."
+            raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
 
     def _check_rates(self, exchange: Exchange, route: Route, slo_ms: float, tokens: int) -> None:
         """Refuse a request that is read too late, or of a client that uses more tokens than its key allows: with these
         at most."""
-        now_ms = self._clock() * 1000.0
-        if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
-            raise _behind()
-        wait_s = 0.0 if route.caller is None else route.caller.text_wait_s(now_ms / 1000.0, tokens)
+        self._check_lag(exchange, slo_ms)
+        wait_s = 0.0 if route.caller is None else route.caller.text_wait_s(self._clock(), tokens)
         if route.caller is not None and wait_s > 0.0:
             raise HttpError(429, TOO_MANY_TOKENS.format(route.caller.name), retry_after_s=wait_s)
 
@@ -623,7 +620,7 @@ class InferenceService:
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
     ) -> None:
         offline = asked.offline or route.offline or model.offline
-        ttft_ms = _ttft_ms(exchange, route, model, offline=offline)
+        ttft_ms = allowed_ms(exchange, route, model, offline=offline, for_first_token=True)
         most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
         self._check_rates(exchange, route, ttft_ms, most)
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)
@@ -773,19 +770,6 @@ class InferenceService:
         self._schemas.close()
         if self.traces is not None:
             self.traces.close()
-
-
-def _ttft_ms(exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool) -> float:
-    """Return how long a first token may take: as its own header says, else that of the whole request, else the SLO,
-    which what is offline has only where its model is."""
-    asked_ms = route.slo_ms if route.ttft_ms is None else route.ttft_ms
-    own_ms = math.inf if offline and not model.offline else model.ttft_ms
-    return min(own_ms if asked_ms is None else asked_ms, exchange.patience_ms)
-
-
-def _behind() -> HttpError:
-    reason = "more requests come than this gateway can read. Retry in a second."
-    return HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
 
 
 def _alone_ms(plan: Plan, model: str) -> float:

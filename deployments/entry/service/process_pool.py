@@ -94,16 +94,7 @@ class ProcessPool:
     """Made, used and closed on one event loop. `longest_ms`: what each kind of call takes: the longest lately, which
     fades."""
 
-    def __init__(
-        self,
-        code: str,
-        first: HookCall,
-        processes: int,
-        *,
-        longest_s: float,
-        most_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, code: str, first: HookCall, processes: int, *, longest_s: float, most_bytes: int) -> None:
         """Start the processes.
 
         Args:
@@ -112,11 +103,9 @@ class ProcessPool:
             processes: how many there are.
             longest_s: how long a call may take.
             most_bytes: of an answer.
-            clock: monotonic seconds.
         """
         self.longest_ms: defaultdict[type[HookCall], float] = defaultdict(float)
         self._code, self._first, self._longest_s, self._most_bytes = code, first, longest_s, most_bytes
-        self._clock = clock
         self._numbers = itertools.count()
         self._waiting: asyncio.PriorityQueue[_QueuedCall] = asyncio.PriorityQueue()
         self._count = 0
@@ -196,7 +185,7 @@ class ProcessPool:
         """Answer one call; raises `_LostError` when the process cannot go on."""
         if call.done.done():
             return  # its client was answered, or has left
-        began_s = self._clock()
+        began_s = time.monotonic()
         if began_s * 1000.0 > call.latest_ms:
             call.done.set_exception(expired())
             return
@@ -219,7 +208,7 @@ class ProcessPool:
         finally:
             if call.memory is not None:
                 call.memory.release()
-        kind, took_ms = type(call.message), (self._clock() - began_s) * 1000.0
+        kind, took_ms = type(call.message), (time.monotonic() - began_s) * 1000.0
         self.longest_ms[kind] = max(took_ms, self.longest_ms[kind] * _FADES)
         if call.done.done():
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -115,6 +116,16 @@ def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
         traceparent=headers.get(b"traceparent"),
         offline=_is_offline(headers),
     )
+
+
+def allowed_ms(
+    exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool, for_first_token: bool = False
+) -> float:
+    """Return the time allowed from arrival for an answer, or for its first token: what the client says, by a header of
+    its own for the token, else the model's SLO. A request that is offline has no SLO unless its model is offline."""
+    client_ms = route.ttft_ms if for_first_token and route.ttft_ms is not None else route.slo_ms
+    own_ms = math.inf if offline and not model.offline else min(model.slo_ms, model.ttft_ms)
+    return min(own_ms if client_ms is None else client_ms, exchange.patience_ms)
 
 
 def _is_offline(headers: Mapping[bytes, bytes]) -> bool:
