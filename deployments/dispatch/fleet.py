@@ -211,9 +211,11 @@ class Fleet:
             return False
         if model is None:
             return all(gpulet.is_ready for gpulet in self._gpulets)
-        return any(
-            gpulet.is_ready and any(model in program.models for program in gpulet.programs) for gpulet in self._gpulets
-        )
+        return bool(self.ready_for(model))
+
+    def ready_for(self, model: str) -> list[AttachedGpulet]:
+        """Return the gpu-lets of the plan that can run a model now."""
+        return [each for each in self._gpulets if each.is_ready and any(model in p.models for p in each.programs)]
 
     def signature(self, model: str) -> ModelSignature | None:
         """Return a model's signature as its first connected gpu-let reported it; None before one connected."""

@@ -9,10 +9,10 @@ against a generation that kills what runs it: two losses without a token in betw
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 from tenuto.batching.core.step_scheduler import emptiest
+from tenuto.deployments.dispatch.core_time import CoreTime
 from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
@@ -29,19 +29,19 @@ _NONE = "no gpu-let of '{}' is ready. Retry in a few seconds."
 class Generations:
     """Invariant: a generation is open, and among those of one gpu-let, from its admission until it has ended."""
 
-    def __init__(self, fleet: Fleet, accounts: Counters, leadership: Leadership, clock_ms: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, accounts: Counters, leadership: Leadership, time: CoreTime) -> None:
         """Begin without any.
 
         Args:
             fleet: the gpu-lets.
             accounts: count them.
             leadership: says when gpu-lets may be sent something.
-            clock_ms: monotonic ms.
+            time: monotonic.
         """
         self._fleet = fleet
         self._accounts = accounts
         self._leadership = leadership
-        self._clock_ms = clock_ms
+        self._time = time
         self._numbers = itertools.count()
         self._open: dict[int, OpenGeneration] = {}
         self._at: dict[int, AttachedGpulet] = {}
@@ -64,11 +64,11 @@ class Generations:
         """Send a generation to a gpu-let, to another than the `last` one if there is one. `why` it is not there any
         more."""
         name = generation.name
-        if not generation.made and generation.first_by_ms <= self._clock_ms():
+        if not generation.made and generation.first_by_ms <= self._time.clock_ms:
             reason = "the deadline of its first token has passed. Raise the SLO or add GPUs"
             self._fail(generation, Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE))
             return
-        able = self._able(name)
+        able = self._fleet.ready_for(name)
         able = [each for each in able if each is not last] or able
         if not able:
             none = _NONE.format(name)
@@ -89,13 +89,9 @@ class Generations:
         gpulet.generating.add(number)
         self._leadership.once_obeyed(partial(self._send_now, number))
 
-    def _able(self, model: str) -> list[AttachedGpulet]:
-        """Return the gpu-lets of the plan that can generate with a model now."""
-        return [each for each in self._fleet if each.is_ready and any(model in p.models for p in each.programs)]
-
     def _send_now(self, number: int) -> None:
         if (generation := self._open.get(number)) is not None:
-            self._at[number].connection.send(generation.message(self._clock_ms()))
+            self._at[number].connection.send(generation.message(self._time.clock_ms))
 
     def leave(self, generation: OpenGeneration, *, is_answered: bool = False) -> None:
         """Forget a generation whose client went away, or that has brought all that was wanted; its gpu-let frees its
@@ -103,7 +99,7 @@ class Generations:
         if generation.number not in self._open:
             return
         if is_answered:
-            self._accounts.generated(generation, self._clock_ms())
+            self._accounts.generated(generation, self._time.clock_ms)
         else:
             self._accounts.of(generation).cancelled += 1
         self._stop(generation)
@@ -120,7 +116,7 @@ class Generations:
 
     def came(self, gpulet: AttachedGpulet, generated: Generated) -> None:
         """Pass on what a step of a gpu-let brought."""
-        now_ms = self._clock_ms()
+        now_ms = self._time.clock_ms
         gpulet.held = generated.held
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
@@ -157,7 +153,7 @@ class Generations:
         as long as it lives."""
         for number in list(gpulet.generating):
             generation = self._open[number]
-            if self._able(generation.name):
+            if self._fleet.ready_for(generation.name):
                 self._stop(generation)
                 self._send(generation)
 
@@ -167,10 +163,10 @@ class Generations:
             generation = self._open[number]
             self._forget(number)
             died = Refused(Outcome.FAILED, f"{_DIED} ({reason})", 1.0, gpulet.id, Rule.LOST)
-            self._end(generation, gpulet, EndedSequence.failed(number, died, may_retry=True), self._clock_ms())
+            self._end(generation, gpulet, EndedSequence.failed(number, died, may_retry=True), self._time.clock_ms)
 
     def _fail(self, generation: OpenGeneration, refused: Refused) -> None:
-        self._accounts.generation_refused(generation, refused, self._clock_ms())
+        self._accounts.generation_refused(generation, refused, self._time.clock_ms)
         generation.asker.refused(generation, refused)
 
     @property

@@ -67,7 +67,7 @@ class SentBatches:
         self._on_change = on_change
         self._numbers = itertools.count()
         self.fleet = Fleet(find_gpulet, self, make_connection)
-        self.generations = Generations(self.fleet, accounts, leadership, lambda: core.time.clock_ms)
+        self.generations = Generations(self.fleet, accounts, leadership, core.time)
         self._overdue: asyncio.TimerHandle | None = None  # rings when a running batch may be overdue
 
     def adopt(self, plan: Plan, standby: Sequence[str], now: float) -> None:

@@ -158,7 +158,7 @@ class InferCall(msgspec.Struct, eq=False):
             arrived_ms=self._exchange.arrived_ms,
             slo_ms=slo_ms,
             client_id=client_id,
-            reserve_ms=0.0 if self._offline else service.margin.reserve_ms(slo_ms, model.alone_ms) + self._after_ms,
+            reserve_ms=0.0 if self._offline else self._after_ms + service.margin.reserve_ms(slo_ms, model.alone_ms),
             yields=self._yields,
             samples=samples,
             sizes=sizes,
@@ -176,7 +176,8 @@ class InferCall(msgspec.Struct, eq=False):
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
         exchange = self._exchange
         exchange.on_left = self._cancel
-        exchange.spend(len(samples))
+        if len(samples) > 1:
+            exchange.spend(len(samples))
         self._count = len(samples)
         name = self._service.request_id(self._id or self._route.client_id)
         together = Samples(len(samples)) if len(samples) > 1 else None
