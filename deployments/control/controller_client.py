@@ -13,6 +13,7 @@ from tenuto.deployments.serve.config import CONTROL_APPLICATION
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.placement import Workload
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,9 +46,9 @@ class ControllerClient:
         """Want another deployment; return its number. `by` and `why` are for the history."""
         return self._call(ControllerReplica.deploy, deployment.model_dump(mode="json"), by, why)
 
-    def models(self) -> list[dict[str, Any]]:
-        """Return the entries of the workload."""
-        return self._call(ControllerReplica.models)
+    def workload(self) -> Workload:
+        """Return the declared workload."""
+        return self._call(ControllerReplica.workload)
 
     def set_model(self, entry: Mapping[str, Any], *, add: bool) -> Edited:
         """Add a model to the workload, or replace its entry."""

@@ -36,7 +36,7 @@ from tenuto.deployments.serve.history import ClusterStore, History, Store
 from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Event, LogLine
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
-from tenuto.placement import Cluster, Plan
+from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.cluster import Gpu, node_of
 from tenuto.placement.generation_capacity import carries_alone, generating_problems, options_of, with_lengths
 from tenuto.placement.planner.gpu_matching import gpus_of
@@ -266,10 +266,9 @@ class ControllerReplica:
 
         return await self._do(lambda live: live.edit(change))
 
-    async def models(self) -> list[dict[str, Any]]:
-        """Return the entries of the workload."""
-        workload = await self._do(lambda live: live.controller.workload)
-        return [spec.model_dump(mode="json", exclude_defaults=True) for spec in workload.models]
+    async def workload(self) -> Workload:
+        """Return the declared workload."""
+        return await self._do(lambda live: live.controller.workload)
 
     async def _edit(self, make: Callable[[Controller], Edits]) -> Edited:
         """Change entries of the workload; return them and their number."""

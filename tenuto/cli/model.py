@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, say, tell
+from tenuto.cli.common import json_option, notice, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, asked_of_controller, operations
 from tenuto.cli.tables import print_table
-from tenuto.documents import load_document
-from tenuto.errors import refused
+from tenuto.deployments.control.version_edits import Edits, promoted, with_models, with_version
+from tenuto.documents import load_document, parse_document
+from tenuto.errors import raise_if_any, refused
 from tenuto.files import parse_yaml
+from tenuto.placement import Cluster, Workload
+from tenuto.placement.network_files import network_problems
+from tenuto.placement.workload import ModelSpec
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.controller_client import ControllerClient
+    from tenuto.deployments.control.operations import Operations
     from tenuto.deployments.control.version_edits import Edited
 
 no_wait_option = click.option(
@@ -43,9 +48,19 @@ def _entry(text: str) -> dict[str, Any]:
     return entry
 
 
-def _edited(address: str | None, make: Callable[[ControllerClient], Edited], done: str, *, no_wait: bool) -> int:
-    """Have the workload changed, say how that ended, and return the exit code."""
+def _edited(
+    address: str | None,
+    make: Callable[[ControllerClient], Edited],
+    done: str,
+    *,
+    no_wait: bool,
+    edits: Callable[[Workload], Edits] | None = None,
+) -> int:
+    """Have the workload changed, say how that ended, and return the exit code. With `edits`, which returns the new
+    entries, the networks' files are read before, as `tenuto plan` does."""
     with operations(address) as running:
+        if edits is not None:
+            _check_networks(running, edits)
         undone = running.edit(make, waits=not no_wait)
     if undone:
         tell(f"{undone}. See `tenuto control log`.")
@@ -56,6 +71,25 @@ def _edited(address: str | None, make: Callable[[ControllerClient], Edited], don
     return 1 if undone else 0
 
 
+def _check_networks(running: Operations, edits: Callable[[Workload], Edits]) -> None:
+    """Raise `InvalidInputError` where the files of edited models speak against them; name those that were not read."""
+    declared = running.controller().workload()
+    changes = edits(declared)
+    if all(spec is None or spec.source is None for spec in changes.values()):
+        return
+    specs = {**{spec.name: spec for spec in declared.models}, **changes}
+    profiles, gpus = running.ground()
+    problems, unread = network_problems(
+        with_models(declared, [spec for spec in specs.values() if spec is not None]),
+        Cluster.of(gpus),
+        profiles,
+        {name: "model" for name, spec in changes.items() if spec is not None},
+    )
+    for line in unread:
+        notice(line)
+    raise_if_any(problems)
+
+
 @command.command("list", short_help="List the models of the workload.")
 @address_option
 @json_option
@@ -64,7 +98,8 @@ def listing(address: str | None) -> None:
 
     Example: tenuto model list
     """
-    entries: list[dict[str, Any]] = asked_of_controller(address, lambda controller: controller.models())
+    workload = asked_of_controller(address, lambda controller: controller.workload())
+    entries = [spec.model_dump(mode="json", exclude_defaults=True) for spec in workload.models]
     if printed_as_json({"models": entries}):
         return
     print_table(
@@ -84,6 +119,16 @@ def _part(entry: Mapping[str, Any]) -> str:
     return f"copies of {share or 'all'}" if entry.get("shadow") else share
 
 
+def _set(address: str | None, entry: dict[str, Any], *, add: bool, done: str, no_wait: bool) -> int:
+    """Add a model or replace its entry, and return the exit code."""
+
+    def edits(_: Workload) -> Edits:
+        spec = parse_document(ModelSpec, entry, origin="model")
+        return {spec.name: spec}
+
+    return _edited(address, lambda control: control.set_model(entry, add=add), done, no_wait=no_wait, edits=edits)
+
+
 @command.command("add", short_help="Serve one more model.")
 @click.argument("entry", metavar="MODEL")
 @no_wait_option
@@ -95,8 +140,7 @@ def add(entry: str, no_wait: bool, address: str | None) -> int:
 
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
-    spec = _entry(entry)
-    return _edited(address, lambda controller: controller.set_model(spec, add=True), "added", no_wait=no_wait)
+    return _set(address, _entry(entry), add=True, done="added", no_wait=no_wait)
 
 
 @command.command("update", short_help="Change a model's rate, SLO, weight or source.")
@@ -110,8 +154,7 @@ def update(entry: str, no_wait: bool, address: str | None) -> int:
 
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
-    spec = _entry(entry)
-    return _edited(address, lambda controller: controller.set_model(spec, add=False), "updated", no_wait=no_wait)
+    return _set(address, _entry(entry), add=False, done="updated", no_wait=no_wait)
 
 
 @command.command("remove", short_help="Stop serving a model.")
@@ -155,7 +198,13 @@ def canary(
     terms = {**({"shadow": True} if shadow else {}), **({} if share is None else {"share_pct": share})}
     given = {} if entry is None else _entry(entry)
     done = f"sent {_part(terms)} as version {version}"
-    return _edited(address, lambda control: control.set_version(name, version, terms, given), done, no_wait=no_wait)
+    return _edited(
+        address,
+        lambda control: control.set_version(name, version, terms, given),
+        done,
+        no_wait=no_wait,
+        edits=lambda workload: with_version(workload, name, version, terms, given),
+    )
 
 
 @command.command("promote", short_help="Send a version all requests, in place of the one before.")
@@ -172,7 +221,13 @@ def promote(name: str, version: str, no_wait: bool, address: str | None) -> int:
 
     Example: tenuto model promote resnet50 2
     """
-    return _edited(address, lambda controller: controller.promote(name, version), "promoted", no_wait=no_wait)
+    return _edited(
+        address,
+        lambda controller: controller.promote(name, version),
+        "promoted",
+        no_wait=no_wait,
+        edits=lambda workload: promoted(workload, name, version),
+    )
 
 
 @command.command("take-back", short_help="Send a version nothing more.")

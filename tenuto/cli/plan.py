@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
-import msgspec
 
 from tenuto.cli.common import (
     ClusterArguments,
@@ -26,11 +23,11 @@ from tenuto.cli.common import (
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, first_line, raise_if_any, refused
+from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy
-from tenuto.placement.application_signature import ApplicationSignature
 from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.network_files import network_problems
 from tenuto.placement.placement_constraints import bearable, is_at, place_problems
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan_edits import drained, with_the_rest
@@ -49,10 +46,7 @@ from tenuto.placement.shown.table import (
     why_unserved,
 )
 from tenuto.placement.slo_rules import load_workload
-from tenuto.placement.workload import ModelSpec, profile_by_size
 from tenuto.profiles import Profiles
-from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, is_exported, lookup, with_pixels
-from tenuto.profiles.networks.model_options import ModelOptions, with_most_sizes
 from tenuto.profiles.shipped import shipped_for
 
 T = TypeVar("T")
@@ -60,8 +54,6 @@ T = TypeVar("T")
 STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"
 HIDDEN = "`hidden ms` of a full batch's latency are copies"
 _TRIES = 4  # limit: clusters, each one GPU larger, that are tried to find how many GPUs are enough
-_REFUSED_PART = 0.001  # limit: of the requests that a plan counts as served, refused for their sizes
-_STATED = ("inputs", "outputs", "sizes", "batch")  # format: the options that state a signature
 NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
 
 
@@ -268,98 +260,15 @@ def _inputs(
     workload = faults.attempt(lambda: load_workload(workload_file, cluster, profiles))
     if workload and cluster and profiles is not None:
         faults.attempt(lambda: check_inputs(workload, cluster, profiles))
-        faults.found += _network_problems(workload, cluster, profiles)
+        places = {spec.name: f"models.{index}" for index, spec in enumerate(workload.models)}
+        problems, unread = network_problems(workload, cluster, profiles, places)
+        faults.found += problems
+        for line in unread:
+            notice(line)
     raise_if_any(faults.found)
     if workload is None or cluster is None or profiles is None:  # never so after raise_if_any; for the type checker
         raise InvalidInputError("incomplete input. Correct the problems above.")
     return workload, cluster, profiles, {name: policy for name, policy in policies.items() if policy is not None}
-
-
-def _network_problems(workload: Workload, cluster: Cluster, profiles: Profiles) -> list[Problem]:
-    """Return what speaks against the networks whose files are on this machine: all that a gpu-let would refuse before
-    it builds them, sizes that they do not take, and tensors that do not fit along the graphs of applications. A line on
-    stderr names the files that were not read."""
-    from tenuto.profiles.networks.models import describe
-
-    problems, unread, described = list[Problem](), dict[str, str](), dict[str, ModelSignature | None]()
-    for index, spec in enumerate(workload.models):
-        source, where = spec.source, f"models.{index}"
-        if source is None or spec.generates is not None or not (is_exported(source) or Path(source).is_dir()):
-            continue
-        if not Path(source).exists():
-            unread[source] = "is not on this machine"
-            continue
-        measured = _measured_sizes(spec, cluster, profiles)
-        options = ModelOptions.parse(spec.options, f"{where}.options").build
-        most = {name: max(sizes) for name, sizes in measured.items()} if is_exported(source) else {}
-        try:
-            signature = describe(source, weights_path=spec.weights_path, options=with_most_sizes(options, most))
-        except InvalidInputError as error:
-            problems += [replace(problem, path=f"{where}: {problem.path}") for problem in error.problems]
-        except EnvironmentFaultError as error:
-            unread[source] = str(error)
-        else:
-            described[spec.name] = signature
-            if signature is not None and measured:
-                problems += _size_problems(f"{where}.sizes", spec, measured, signature.sizes)
-    for source, why in unread.items():
-        notice(f"{source} was not compared with the plan: {why}")
-    for application in workload.applications:
-        names = [application.model_name(stage) for stage in application.stages]
-        models = [described[name] if name in described else _stated_signature(workload[name]) for name in names]
-        known = [signature for signature in models if signature is not None]
-        if len(known) == len(models) and all(workload[name].generates is None for name in names):
-            try:
-                ApplicationSignature.of(application, known)
-            except InvalidInputError as error:
-                problems += error.problems
-    return problems
-
-
-def _stated_signature(spec: ModelSpec) -> ModelSignature | None:
-    """Return the tensors that the options of a model state, or the catalogue where no option changes them; None where
-    only building the network tells."""
-    stated: dict[str, Any] = {key: spec.options[key] for key in _STATED if key in spec.options}
-    if "inputs" in stated and "outputs" in stated:
-        with contextlib.suppress(msgspec.ValidationError):  # the gpu-let says what is wrong
-            return msgspec.convert({"kind": "tensor", **stated}, ModelSignature)
-        return None
-    if spec.options or spec.weights_path or spec.sizes:
-        return None
-    with contextlib.suppress(InvalidInputError):
-        return with_pixels(lookup(spec.network).signature, preferred=False)
-    return None
-
-
-def _measured_sizes(spec: ModelSpec, cluster: Cluster, profiles: Profiles) -> dict[str, set[int]]:
-    """Return the sizes at which a model was measured on types of the cluster, by name, where the workload says which
-    come."""
-    measured: dict[str, set[int]] = {}
-    for kind in cluster.gpu_types if spec.sizes else ():
-        with contextlib.suppress(InvalidInputError):  # `check_inputs` says what is missing
-            profile = profile_by_size(spec, kind, profiles)
-            for place, name in enumerate(profile.size_names):
-                measured.setdefault(name, set()).update(sizes[place] for sizes in profile.measured_sizes)
-    return measured
-
-
-def _size_problems(
-    where: str, spec: ModelSpec, measured: Mapping[str, set[int]], taken: Mapping[str, SizeRange]
-) -> Iterator[Problem]:
-    """Yield what speaks against the sizes of requests that the plan would count as served."""
-    if taken.keys() != spec.sizes.keys():
-        cure = f"Name them as the network does, also in the profile: {', '.join(taken) or 'it has none'}."
-        yield Problem(where, ", ".join(spec.sizes), "are not the sizes of the network", cure)
-        return
-    for name, allowed in taken.items():
-        lengths = spec.sizes[name]
-        most = max(measured[name])
-        too_large = lengths.part_up_to(most) - lengths.part_up_to(min(allowed.most, most))
-        part = too_large + lengths.part_up_to(allowed.least - 1)
-        if part > _REFUSED_PART:
-            rule = f"{100 * part:.2g} % of the requests are outside of the network's {allowed.least} to {allowed.most}"
-            cure = "Correct which sizes come, or `sizes` in the model's options."
-            yield Problem(f"{where}.{name}", None, rule, cure)
 
 
 def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) -> list[Profiles]:

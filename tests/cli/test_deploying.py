@@ -29,7 +29,7 @@ from tenuto.deployments.serve.user_config import HANGS_S
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.documents import dump_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.placement import ModelSpec, Plan
+from tenuto.placement import ModelSpec, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.planner.minimal_change import less_by
@@ -353,8 +353,7 @@ def test_a_bench_beside_another_deployment_joins_the_ray_of_the_one_it_asks(
 
 def test_models_of_both_kinds_are_listed_with_their_slos(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = (writes("chat"), fixed(), writes("chat:2", share_pct=5.0))
-    entries = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
-    monkeypatch.setattr(model, "asked_of_controller", lambda _address, _call: entries)
+    monkeypatch.setattr(model, "asked_of_controller", lambda _address, _call: Workload(models=specs))
     found = CliRunner().invoke(model.command, ["list"])
     assert found.exit_code == 0
     assert [line.split() for line in found.output.splitlines()[1:]] == [
@@ -374,12 +373,16 @@ class Edited:
         self.waits.append(waits)
         return self.why if waits else ""
 
+    def controller(self) -> SimpleNamespace:
+        specs = (ModelSpec(name="m", rate_rps=1, slo_ms=9), ModelSpec(name="m:2", rate_rps=1, slo_ms=9, share_pct=5))
+        return SimpleNamespace(workload=lambda: Workload(models=specs))
+
 
 @pytest.mark.parametrize(
     ("words", "done"),
     [
-        (["add", "{name: m}"], "added"),
-        (["update", "{name: m}"], "updated"),
+        (["add", "{name: n, rate_rps: 1, slo_ms: 9}"], "added"),
+        (["update", "{name: m, rate_rps: 1, slo_ms: 9}"], "updated"),
         (["remove", "m"], "removed"),
         (["canary", "m", "2", "--share", "5"], "sent 5 % as version 2"),
         (["canary", "m", "2", "--shadow"], "sent copies of all as version 2"),

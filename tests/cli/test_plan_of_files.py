@@ -1,21 +1,24 @@
-"""`tenuto plan` reads the networks' files that are on its machine: what a gpu-let would refuse is refused when it is
-planned, with the same cure."""
+"""`tenuto plan` and `tenuto model` read the networks' files that are on their machine: what a gpu-let would refuse is
+refused when it is planned or changed, with the same cure."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tenuto.cli import main
+from tenuto.cli import main, model
 from tenuto.documents import dump_yaml
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Workload
+from tenuto.placement import Cluster, Workload
+from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.networks.models import build, describe
 
 onnx = pytest.importorskip("onnx")
@@ -105,6 +108,76 @@ def test_what_building_refuses_is_refused_with_the_same_words_when_it_is_planned
     said = planned(capsys, 2, **entry)
     assert [p for p in refused.value.problems if p.rule not in said or p.cure not in said] == []
     assert "models.0" in said
+
+
+CLASSIFIER = {"name": "net", "rate_rps": 10, "slo_ms": 100, "source": "good.onnx", "profile": "fixed"}
+BROKEN = {"source": "net.onnx"}
+IN_TRIAL = {**CLASSIFIER, **BROKEN, "name": "net:2", "share_pct": 5}
+
+
+@pytest.fixture
+def change(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Change a workload that is served by `tenuto model`; return the exit code and what stands on stderr. A command
+    that the controller would be asked to carry out ends with 0."""
+
+    def change(words: list[str], **declared: Any) -> tuple[int, str]:
+        running = SimpleNamespace(
+            controller=lambda: SimpleNamespace(workload=lambda: Workload.of_document(declared, "declared")),
+            ground=lambda: (Profiles([Profile.load("own.yaml")]), Cluster.parse("cpu:1").gpus),
+            edit=lambda make, *, waits: "",
+        )
+        monkeypatch.setattr(model, "operations", lambda _address: nullcontext(running))
+        with pytest.raises(SystemExit) as left:
+            main(["model", *words])
+        return int(left.value.code or 0), capsys.readouterr().err
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("words", "models"),
+    [
+        (["add", json.dumps({**CLASSIFIER, **BROKEN, "name": "other"})], [CLASSIFIER]),
+        (["update", json.dumps({**CLASSIFIER, **BROKEN})], [CLASSIFIER]),
+        (["canary", "net", "2", "--share", "5", "--entry", json.dumps(BROKEN)], [CLASSIFIER]),
+        (["promote", "net", "2"], [CLASSIFIER, IN_TRIAL]),
+    ],
+    ids=["add", "update", "canary", "promote"],
+)
+def test_verbs_that_change_a_model_refuse_its_file_with_the_same_words(
+    words: list[str], models: list[dict[str, Any]], change: Callable[..., tuple[int, str]]
+) -> None:
+    save(shape=("batch", 4))
+    Path("net.onnx").rename("good.onnx")
+    save("Frobnicate", ("batch", 4))
+    with pytest.raises(InvalidInputError) as refused:
+        build("net.onnx")
+    code, said = change(words, models=models)
+    assert code == 2
+    assert [p for p in refused.value.problems if p.rule not in said or p.cure not in said] == []
+    save(shape=("batch", 4))
+    assert change(words, models=models) == (0, "")
+    Path("net.onnx").unlink()
+    code, said = change(words, models=models)
+    assert code == 0
+    assert "net.onnx was not compared with the plan: is not on this machine" in said
+
+
+def test_a_network_is_refused_that_does_not_fit_into_the_graph_which_asks_it(
+    change: Callable[..., tuple[int, str]],
+) -> None:
+    save(shape=("batch", 4))
+    Path("net.onnx").rename("good.onnx")
+    stages = [{"model": "net"}, {"model": "last", "inputs": {"x": "net.y"}}]
+    models = [CLASSIFIER, {**CLASSIFIER, "name": "last"}]
+    declared = {"models": models, "applications": [{"name": "both", "rate_rps": 1, "slo_ms": 900, "stages": stages}]}
+    words = ["update", json.dumps({**CLASSIFIER, **BROKEN})]
+    save(shape=("batch", 4))
+    assert change(words, **declared) == (0, "")
+    save(shape=("batch", 5))
+    code, said = change(words, **declared)
+    assert code == 2
+    assert "'net.y': does not fit input 'x': its shape is [5], that of the input [4]" in said
 
 
 def test_a_file_that_is_served_is_planned_and_torch_is_not_needed_for_it(

@@ -114,7 +114,7 @@ async def test_models_come_change_and_go(served: Served) -> None:
         await control.set_model({"name": "c", "rate_rps": -1, "slo_ms": 50}, add=True)
     await control.set_model({"name": "c", "rate_rps": 1, "slo_ms": 50}, add=True)
     await control.set_model({"name": "a", "rate_rps": 7, "slo_ms": 70}, add=False)
-    assert {entry["name"]: entry["slo_ms"] for entry in await control.models()}["a"] == 70
+    assert (await control.workload())["a"].slo_ms == 70
     keep_ground(served.store, Profiles([]), (gpu("n0/0"),))
     with pytest.raises(InvalidInputError, match="no profile"):  # nobody knows what it costs
         await control.set_model({"name": "d", "rate_rps": 1, "slo_ms": 50}, add=True)
@@ -141,7 +141,7 @@ async def test_versions_come_are_promoted_and_go(served: Served) -> None:
     control = served.control
 
     async def shares() -> dict[str, float | None]:
-        return {entry["name"]: entry.get("share_pct") for entry in await control.models()}
+        return {spec.name: spec.share_pct for spec in (await control.workload()).models}
 
     with pytest.raises(InvalidInputError, match="Say what it has of its own"):
         await control.set_version("a", "2", {"share_pct": 5.0}, {})
@@ -178,7 +178,7 @@ async def test_a_plan_that_comes_back_revives_no_removed_model_and_declares_no_r
     assert latest.deployment.workload is not None
     assert [(spec.name, spec.rate_rps) for spec in latest.deployment.workload.models] == [("a", 7.0)]
     assert [spec.name for spec in latest.deployment.plan.models] == ["a"]
-    assert [entry["name"] for entry in await control.models()] == ["a"]
+    assert [spec.name for spec in (await control.workload()).models] == ["a"]
 
 
 @pytest.mark.parametrize(
