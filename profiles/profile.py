@@ -535,6 +535,6 @@ class Profiles:
             "profiles",
             row,
             f"no profile of '{row}' on GPU type '{gpu_type}'",
-            f"{one_of(row, sorted(models), 'Known:')} Measure the model's `source` with `tenuto profile`, or give "
-            "`profile:` in the workload.",
+            f"{one_of(row, sorted(models), 'Known:')} Measure the model's `source` with `tenuto profile`, give "
+            "`profile:` in the workload, or a further profile with --profiles (shipped ones: `tenuto profiles`).",
         )

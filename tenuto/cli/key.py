@@ -15,12 +15,23 @@ from tenuto.errors import refused
 )
 @click.option("--rate-rps", type=click.FloatRange(min=0, min_open=True), help="Most requests per second, on average.")
 @click.option(
+    "--burst", type=click.IntRange(1), metavar="N", help="Most requests at once.  [as many as --rate-rps gives in 1 s]"
+)
+@click.option(
     "--tokens-per-s",
     type=click.FloatRange(min=0, min_open=True),
     help="Most tokens per second that models read and write for the client, on average.",
 )
+@click.option("--offline", is_flag=True, help="All its requests are offline: no SLO, and only time that is left over.")
 @json_option
-def command(name: str, models: tuple[str, ...], rate_rps: float | None, tokens_per_s: float | None) -> int:
+def command(
+    name: str,
+    models: tuple[str, ...],
+    rate_rps: float | None,
+    burst: int | None,
+    tokens_per_s: float | None,
+    offline: bool,
+) -> int:
     """Make a key, which is shown only once; its entry for the key file has only the hash.
 
     Example: tenuto key mobile-app --model 'resnet*' --rate-rps 200 >> keys.yaml
@@ -34,7 +45,13 @@ def command(name: str, models: tuple[str, ...], rate_rps: float | None, tokens_p
     key, digest = new_key()
     try:
         entry = KeyEntry(
-            name=name, sha256=digest, rate_rps=rate_rps, tokens_per_s=tokens_per_s, models=models or ("*",)
+            name=name,
+            sha256=digest,
+            rate_rps=rate_rps,
+            burst=burst,
+            tokens_per_s=tokens_per_s,
+            models=models or ("*",),
+            offline=offline,
         )
     except ValidationError as error:
         raise refused(

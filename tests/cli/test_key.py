@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.security.keys import Callers, read_keys
+from tenuto.deployments.security.keys import Callers, KeyEntry, read_keys
 
 
 def run(*arguments: str) -> int:
@@ -24,6 +24,15 @@ def test_what_it_prints_is_an_entry_of_the_key_file(capsys: pytest.CaptureFixtur
     (entry,) = read_keys(file)
     assert (entry.name, entry.models, entry.rate_rps) == ("mobile-app", ("resnet*",), 200.0)
     assert Callers([entry]).find(key.encode()) is not None
+
+
+def test_every_field_of_an_entry_can_be_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ["--model", "resnet*", "--rate-rps", "200", "--burst", "7", "--tokens-per-s", "9", "--offline"]
+    assert run("key", "batches", *given) == 0
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n" + capsys.readouterr().out)
+    (entry,) = read_keys(file)
+    assert entry.model_dump(exclude_defaults=True).keys() == KeyEntry.model_fields.keys()
 
 
 def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
