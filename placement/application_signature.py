@@ -95,9 +95,11 @@ class _Composer:
             return None
         given = stage.inputs or {tensor.name: tensor.name for tensor in model.inputs}
         names = [tensor.name for tensor in model.inputs]
-        for name in {*given} ^ {*names}:
-            rule = "is no input of its model" if name in given else "is an input of its model without a source"
-            self._refuse(stage, name, rule, one_of(name, names, "Its inputs:"))
+        for name in sorted({*given} - {*names}):
+            self._refuse(stage, name, "is no input of its model", one_of(name, names, "Its inputs:"))
+        for name in sorted({*names} - {*given}):
+            cure = f"Name one, `inputs: {{{name}: …}}`, or make the requests in a function (map)."
+            self._refuse(stage, name, "is an input of its model without a source", cure)
         return tuple(self._source(stage, model, t, given[t.name]) for t in model.inputs if t.name in given)
 
     def _source(self, stage: Stage, model: ModelSignature, tensor: TensorSignature, given: str) -> TensorSource:

@@ -369,7 +369,7 @@ async def test_requests_whose_next_model_is_gone_are_told_so(served: Served) -> 
         (
             [{"model": "m"}, {"model": "sum", "inputs": {"a": "m.y"}}],
             {},
-            "'b': is an input of its model without a source",
+            "'b': is an input of its model without a source. Name one, `inputs: {b: …}`, or make",
         ),
         ([{"model": "m", "inputs": {"x": "x", "u": "x"}}], {}, "'u': is no input of its model"),
         (
