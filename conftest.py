@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tenuto.profiles.networks.cpu_share import calm_openmp
+from tests.instruments.document_diff import explain_difference
 from tests.instruments.durations import DURATIONS, DurationRecorder, read_durations
 from tests.instruments.forking import keep_collected
 from tests.instruments.local_ray import LocalRay
@@ -67,6 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Write down durations where a whole run is asked to."""
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(DurationRecorder())
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Say how two plans, or other documents, differ."""
+    return explain_difference(left, right) if op == "==" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups

@@ -49,18 +49,19 @@ class ChangeProgress:
         Raises:
             EnvironmentFaultError: it does not start, or another command wanted another deployment meanwhile.
         """
-        reported, reported_at, has_controller = "", self._clock(), False
+        reported, reported_at, has_controller, end = "", self._clock(), False, None
         while True:
-            states = {name: state for name, state in read_states().items() if is_ours(name)}
+            states = {name: state for name, state in read_states().items() if is_ours(name)}  # after the end was read
             if has_controller and CONTROL_APPLICATION not in states:
                 raise EnvironmentFaultError("another command deleted what was being brought up.")
             has_controller = CONTROL_APPLICATION in states
             broken = [(name, state.essence) for name, state in states.items() if state.is_broken]
             if broken:
                 raise EnvironmentFaultError("application {} did not start:\n{}".format(*broken[0]))
-            is_reached = self._is_reached(number, states)
+            if end is not None and not end.reached:
+                raise EnvironmentFaultError(f"{end.text}. See `ray status`.")
             running = sum(state.is_running for state in states.values())
-            is_up = is_reached and running == len(states)
+            is_up = end is not None and running == len(states)
             text = f"{running}/{len(states)} applications run{', gpu-lets connected' if is_up else ''}"
             if ENTRY_APPLICATION not in states:
                 text = "starting the controller"
@@ -72,19 +73,18 @@ class ChangeProgress:
             if self._clock() - reported_at > _SILENT_S:
                 raise EnvironmentFaultError(f"the gateways have not answered for {_SILENT_S:g} s. Run `tenuto status`.")
             self._sleep(_LOOK_S)
+            end = self._end_of_start(number) if has_controller and states[CONTROL_APPLICATION].is_running else None
 
-    def _is_reached(self, number: int, states: Mapping[str, ApplicationState]) -> bool:
-        """Return whether the controller says that the deployment runs; raise when it says that it will not."""
-        if CONTROL_APPLICATION not in states or not states[CONTROL_APPLICATION].is_running:
-            return False
+    def _end_of_start(self, number: int) -> LogLine | None:
+        """Return the line that ends the first start, once the gateways follow the plan or never will. None: the start
+        goes on, or the controller starts again."""
         try:
             state, lines = self._controller.state(), self._controller.log(_LINES)
-        except EnvironmentFaultError:  # it starts again
-            return False
+            is_settled = self._controller.state().is_settled
+        except EnvironmentFaultError:
+            return None
         end = _end_of(number, state, lines)
-        if end is not None and not end.reached:
-            raise EnvironmentFaultError(f"{end.text}. See `ray status`.")
-        return end is not None and state.is_settled
+        return end if end is not None and (is_settled or not end.reached) else None
 
     def await_change(self, number: int) -> bool:
         """Return whether the desired deployment with this number was reached, once the change is over and its traces
@@ -95,7 +95,10 @@ class ChangeProgress:
         """
 
         def is_over(state: ControllerState, lines: Sequence[LogLine]) -> bool:
-            return _end_of(number, state, lines) is not None and (state.is_settled or state.change is not None)
+            if _end_of(number, state, lines) is None:
+                return False
+            state = self._controller.state()  # the other one may be of this change, before its end
+            return state.is_settled or state.change is not None
 
         state, lines = self._follow(lambda line: line.number == number, is_over)
         end = _end_of(number, state, lines)

@@ -484,9 +484,12 @@ class ControllerState(_Told, frozen=True, kw_only=True):
 
     @property
     def awaits(self) -> str:
-        """What is under way for a changed workload or plan, in words; empty when nothing comes by itself."""
+        """What is under way for a changed workload or plan, in words. Empty when nothing comes by itself, and Serve has
+        the plan, not a stage on the way to it."""
         if self.change is not None:
             return self.change.why
+        if not self.is_settled and not self.cutting:  # a GPU that cannot be cut stays so
+            return "the gateways follow the plan, and what it lacks ends"
         return "" if self.obstacle else self.sought
 
 

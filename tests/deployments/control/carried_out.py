@@ -25,7 +25,7 @@ __all__ = ["OwnController", "change_deployment", "nothing_of"]
 
 
 class OwnController:
-    """A controller in mode off that looks whenever a command asks for its state."""
+    """A controller in mode off that looks whenever a command asks it something, `looks` times before it answers."""
 
     def __init__(
         self,
@@ -39,7 +39,9 @@ class OwnController:
         clock: Callable[[], float],
         stored: ControlMemory | None = None,
         memory: Memory | None = None,
+        looks: int = 1,
     ) -> None:
+        self._looks = looks
         plan, self.stored, self._clock = running.plan, stored or ControlMemory(DictStore()), clock
         settings = ControlSettings.model_validate({"mode": "off", "change": {"ready_timeout_s": ready_timeout_s}})
         memory = memory or Memory(plan, plan.workload)
@@ -50,10 +52,15 @@ class OwnController:
         )
 
     def state(self) -> ControllerState:
-        self.live.step(self._clock())
+        self._look()
         return self.live.state()
 
+    def _look(self) -> None:
+        for _ in range(self._looks):
+            self.live.step(self._clock())
+
     def log(self, limit: int) -> list[LogLine]:
+        self._look()
         return self.stored.log()[-limit:]
 
     def change(
@@ -91,9 +98,10 @@ def change_deployment(
     tell: Callable[[str], None] = lambda _text: None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
+    looks: int = 1,
 ) -> bool:
     """Go from one deployment to another, from `nothing_of` one to bring it up; return whether it was reached."""
     controller = OwnController(
-        running, serve, read_status, history, ready_timeout_s=ready_timeout_s, layouts=layouts, clock=clock
+        running, serve, read_status, history, ready_timeout_s=ready_timeout_s, layouts=layouts, clock=clock, looks=looks
     )
     return controller.change(wanted, serve, by=by, why=why, tell=tell, sleep=sleep)

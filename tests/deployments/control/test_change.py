@@ -37,7 +37,7 @@ class Cluster:
         self.history = History(DictStore())
         self.told: list[str] = []
 
-    def change(self, plan: Plan, **how: object) -> bool:
+    def change(self, plan: Plan, *, looks: int = 1, **how: object) -> bool:
         return change_deployment(
             self.deployment,
             of(plan, **how),
@@ -50,6 +50,7 @@ class Cluster:
             tell=self.told.append,
             clock=self.serve.clock,
             sleep=self.serve.sleep,
+            looks=looks,
         )
 
     def served(self) -> set[str]:
@@ -201,6 +202,21 @@ def test_gpulets_that_never_come_bring_the_plan_before_back() -> None:
     cluster.serve.since = dict.fromkeys(cluster.serve.since, -2e9)
     assert not cluster.change(LARGER)
     assert cluster.served() == {"n0/0/a", "n0/1/a"}
+
+
+@pytest.mark.parametrize("looks", range(1, 6))
+@pytest.mark.parametrize("target", [HALVES, LARGER, make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["a", "b"])})])
+def test_a_change_is_over_when_its_plan_is_what_runs_however_fast_the_controller_looks(
+    target: Plan, looks: int
+) -> None:
+    """The controller looks between a command's two questions, for the state and for the log."""
+    cluster = Cluster(make_plan({"n0/0/a": (50.0, ["a", "b"])}))
+    assert cluster.change(target, looks=looks)
+    version = cluster.history.latest()
+    assert version is not None
+    assert cluster.serve.configs[-1].entry.user_config.plan == version.deployment.plan
+    assert len(cluster.serve.configs[-1].gpulets) == len(version.deployment.plan.gpulets)
+    assert {replica.name for gpulet in version.deployment.plan.gpulets for replica in gpulet.models} == {"a", "b"}
 
 
 def test_what_stays_the_same_keeps_its_process() -> None:

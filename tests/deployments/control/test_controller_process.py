@@ -17,7 +17,7 @@ from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.history import History
-from tenuto.deployments.wire.status import DispatchingStatus, LogLine
+from tenuto.deployments.wire.status import ControllerState, DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement.planner import Proposal
 from tenuto.placement.planner.gpu_matching import gpus_of
@@ -248,6 +248,12 @@ async def test_what_was_answered_is_remembered_and_done_by_the_next_process(serv
     assert Controller(ControlSettings(mode="act"), memory).state().awaits == "the workload changed (a)"
     assert Controller(ControlSettings(mode="off"), memory).state().awaits == ""
     assert Controller(ControlSettings(mode="act"), Memory(PLAN, PLAN.workload)).state().awaits == ""
+
+
+def test_a_change_that_ended_is_awaited_until_the_gateways_follow_it_unless_a_gpu_cannot_be_cut() -> None:
+    assert ControllerState(is_settled=True).awaits == ""
+    assert "the gateways follow the plan" in ControllerState(is_settled=False).awaits
+    assert ControllerState(is_settled=False, cutting=["n0/0"]).awaits == ""
 
 
 async def test_what_is_remembered_is_plain_json(served: Served) -> None:
