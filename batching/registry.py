@@ -6,7 +6,7 @@ Other packages add schedulers by entry points of the group `tenuto.schedulers`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from tenuto.batching.core.scheduler import Scheduler
@@ -45,6 +45,17 @@ def scheduler_class(name: str) -> type[Scheduler]:
         cure = cure_of_unknown(GROUP, name, scheduler_names())
         raise refused("--scheduler", name, "unknown scheduler", cure) from None
     return cast(type[Scheduler], point.load())
+
+
+def check_offline(name: str, models: Collection[str]) -> None:
+    """Refuse a scheduler that runs no offline work for models that are asked some.
+
+    Raises:
+        InvalidInputError: there are such models, and it runs none.
+    """
+    if models and not scheduler_class(name).takes_offline:
+        rule = f"runs no offline work, and {', '.join(sorted(models))} waits for that"
+        raise refused("--scheduler", name, rule, "Take --scheduler deferred.")
 
 
 def make_scheduler(name: str, system: System, options: Mapping[str, Any] | None = None) -> Scheduler:

@@ -15,7 +15,7 @@ import numpy as np
 from tenuto.batching.core.build import everywhere, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
-from tenuto.batching.registry import make_scheduler
+from tenuto.batching.registry import check_offline, make_scheduler
 from tenuto.batching.virtual.application_load import ApplicationLoad, Joins
 from tenuto.batching.virtual.criterion import Goal, HostedModels, Stop, Trial, never, try_load
 from tenuto.batching.virtual.offline_backlog import OfflineBacklog
@@ -117,11 +117,12 @@ class Simulation:
         for name in offline:
             if name not in served:
                 raise refused("--offline", name, "no gpu-let runs this model", one_of(name, sorted(served)))
-        if offline and not self.scheduler().takes_offline:
-            raise refused("--offline", self.scheduler_name, "runs no offline work", "Take --scheduler deferred.")
+        if offline:
+            check_offline(self.scheduler_name, [*offline])
         return replace(self, offline=offline)
 
-    def _backlog(self) -> OfflineBacklog | None:
+    def _backlog(self, arriving: Schedule) -> OfflineBacklog | None:
+        """Return the offline requests of a run, of which some come as scheduled."""
         generator = np.random.default_rng([self.seed, len(self.models)])
 
         def lengths(model: int) -> tuple[int, int]:
@@ -132,7 +133,14 @@ class Simulation:
 
         place = {model.name: index for index, model in enumerate(self.system.reported)}
         left = {place[name]: count for name, count in self.offline.items()}
-        return OfflineBacklog(left, lengths) if left else None
+        models = [place[name] for name in arriving.names[: len(arriving.names) - len(arriving.applications)]]
+        arrivals = [
+            (at_ms, models[index])
+            for at_ms, index in zip(arriving.times_ms.tolist(), arriving.model_index.tolist(), strict=True)
+        ]
+        offline = [spec.name for spec in self.models if spec.offline]
+        check_offline(self.scheduler_name, offline)
+        return OfflineBacklog(left, lengths, arrivals) if left or offline else None
 
     def always_late(self) -> list[Problem]:
         """Return a problem for every hosted model of which no request can be in time."""
@@ -144,14 +152,14 @@ class Simulation:
 
     def run(self, rate_scale: float = 1.0) -> SimulatedRun:
         """Run all requests at a rate scale."""
-        schedule = self._schedule(rate_scale)
+        schedule, offline = self._schedule(rate_scale)
         load = make_load(self.models, schedule, self.seed)
         joins = Joins(load, response_ms=self.system.network.response_ms)
-        return SimulatedRun(self._simulate(load, joins), schedule, load, joins)
+        return SimulatedRun(self._simulate(load, joins, offline), schedule, load, joins)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
-        schedule = self._schedule(rate_scale)
+        schedule, offline = self._schedule(rate_scale)
         load = make_load(self.models, schedule, self.seed)
         begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
         joins = Joins(load, counted_from_ms=begin_ms, response_ms=self.system.network.response_ms)
@@ -159,13 +167,18 @@ class Simulation:
         judged = (
             _WithApplications(schedule, load, self.system, joins, models, begin_ms) if load.applications else models
         )
-        return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
+        return try_load(lambda stop: self._simulate(load, joins, offline, stop), judged, goal)
 
-    def _schedule(self, rate_scale: float) -> Schedule:
+    def _schedule(self, rate_scale: float) -> tuple[Schedule, Schedule]:
+        """Return what clients send, and apart from it what they send to offline models."""
         targets = client_targets(self.models, self.applications)
-        return make_client_schedule(targets, self.applications, self.duration_s, self.seed, rate_scale)
+        schedule = make_client_schedule(targets, self.applications, self.duration_s, self.seed, rate_scale)
+        is_offline = np.array([spec.offline for spec in targets], dtype=np.bool_)[schedule.model_index]
+        return schedule.part(np.flatnonzero(~is_offline)), schedule.part(np.flatnonzero(is_offline))
 
-    def _simulate(self, load: ApplicationLoad, joins: Joins, stop: Stop = never) -> SimulationResult:
+    def _simulate(
+        self, load: ApplicationLoad, joins: Joins, arriving: Schedule, stop: Stop = never
+    ) -> SimulationResult:
         return simulate(
             self.scheduler(),
             load.times_ms,
@@ -181,7 +194,7 @@ class Simulation:
             ],
             tokens=load.tokens,
             sizes=load.sizes,
-            offline=self._backlog(),
+            offline=self._backlog(arriving),
             slos={index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None},
         )
 
@@ -239,7 +252,7 @@ class SimulatedRun:
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate --json`, with those of applications if there were any."""
-        summary = self.result.summary()
+        summary = self._without_offline(self.result.summary())
         if self.load.applications:
             figures = self._summarise(self.records())
             del figures["gpulets"]  # the simulator saw the batches
@@ -251,11 +264,17 @@ class SimulatedRun:
         records = simulated_records(self.result, self.load)
         return _records_of_clients(records, self.schedule, self.load, self.joins) if self.load.applications else records
 
+    def _without_offline(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the rows of offline models, whose requests are in no figure but those of `offline`."""
+        for model in self.result.offline_models:
+            summary["models"].pop(self.result.system.reported[model].name, None)
+        return summary
+
     def _summarise(self, records: Records) -> dict[str, Any]:
         result = self.result
         names = [model.name for model in result.system.reported]
         generating = [names[result.system.reported_of[gpulet.model]] for gpulet in result.system.generating]
-        return summarise(
+        figures = summarise(
             records,
             self.schedule.names,
             warmup_ms=1000.0 * result.warmup_s,
@@ -263,6 +282,7 @@ class SimulatedRun:
             applications=self.load.applications,
             generating=generating,
         )
+        return self._without_offline(figures)
 
     def describe(
         self, plan: Plan | None, *, options: Mapping[str, Any], command: Sequence[str]

@@ -27,6 +27,7 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.application import Application
 from tenuto.placement.application import in_order as stages_in_order
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
+from tenuto.placement.costs import MOST_BATCH
 from tenuto.placement.expectation.outlook import provided_rps
 from tenuto.placement.generates import Generates
 from tenuto.placement.program import Program, program_name
@@ -242,7 +243,9 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
                     profile = profile.padded_to(dict(zip(specs[model.name].sizes, model.sizes, strict=True)))
                 except MissingProfileError:
                     continue  # measured on another GPU type
-            steps = latency_steps(profile.latency(), model.slo_ms)
+            latency = profile.latency()
+            most = latency.largest_batch(model.slo_ms)
+            steps = latency_steps(latency, model.slo_ms, min(most, MOST_BATCH) if specs[model.name].offline else most)
             if model.name in apart:
                 steps = _in_equal_shapes(steps, apart[model.name][classes[model.name].index(model.sizes)])
             hosts[position] = Host(steps)

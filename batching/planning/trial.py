@@ -67,9 +67,10 @@ class Trials:
         self.worth = Worth(models, objective, applications)
         targets = self.worth.targets
         total = sum(spec.rate_rps for spec in models)
-        slowest = max(spec.slo_ms for spec in targets) / 1000.0
+        judged = [spec for spec in targets if not spec.offline] or targets
+        slowest = max(spec.slo_ms for spec in judged) / 1000.0
         usual = requests / total
-        rare = RARE / min(spec.rate_rps for spec in targets)
+        rare = RARE / min(spec.rate_rps for spec in judged)
         self._duration_s = max(usual, min(SLOWEST_SLOS * slowest, MOST / total), min(rare, 2.0 * usual))
         self.times_ms, self.index = self._schedule()
         tokens = self._lengths() if any(spec.generates is not None for spec in targets) else None

@@ -30,7 +30,7 @@ from tenuto.profiles.size_classes import find_classes
 
 # Format: marks of a rehearsal, and of an answer that is given up, on the heap of events; larger than the place of any
 # gpu-let.
-_REHEARSAL, _GIVEN_UP = 1 << 60, 1 << 61
+_REHEARSAL, _GIVEN_UP, _OFFLINE = 1 << 60, 1 << 61, 1 << 62
 
 
 class Follows(Protocol):
@@ -139,8 +139,15 @@ class Engine:
             self._follows.follow(scheduler.system)
         if self._offline is not None:
             self._offline.follow(self._index.tolist(), scheduler.system)
-            self._offline.refill(scheduler, self.now_ms)
-            self.replicas.refill(self.now_ms, self._offline)
+            self._refill(self._offline, scheduler, self.now_ms)
+
+    def _refill(self, offline: OfflineBacklog, scheduler: Scheduler, now: float) -> None:
+        """Let offline requests come that are due, and run, and look again when the next one comes."""
+        offline.arrive(now)
+        offline.refill(scheduler, now)
+        self.replicas.refill(now, offline)
+        if offline.next_ms < INF:
+            heappush(self.gpulets.events, (offline.next_ms, _OFFLINE, 0))
 
     def _find_classes(self, system: System) -> NDArray[np.int64]:
         """Return the model or size class of every request in the scheduler's system; -1: none serves it."""
@@ -220,6 +227,10 @@ class Engine:
                     now = at
                     if self.replicas.cancel(now, stamp):
                         self.lose(now, Outcome.EXPIRED, (stamp,))
+                elif gpulet == _OFFLINE:
+                    now = at
+                    if self._offline is not None and self._offline.next_ms <= now:
+                        self._refill(self._offline, scheduler, now)
                 elif gpulet < 0:
                     if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at

@@ -1,4 +1,4 @@
-"""Offline requests in virtual time: as many as a workload says, or without an end, all there from the beginning.
+"""Offline requests in virtual time: those that wait from the beginning on, and those that come meanwhile.
 
 They are numbers from `FIRST_OFFLINE` on, and in no figure of other requests. Schedulers get a few batches of them at a
 time, as one that holds a million would decide the same.
@@ -7,6 +7,7 @@ time, as one that holds a million would decide the same.
 from __future__ import annotations
 
 import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from tenuto.batching.core.scheduler import Scheduler
@@ -17,11 +18,20 @@ _BATCHES = 4  # derived: largest batches that wait at a scheduler: more than it 
 
 
 class OfflineBacklog:
-    """`left` are those that no scheduler has got yet, by model; inf: they have no end."""
+    """`came` are those so far, by model, and `left` those of them that no scheduler has got yet; inf: they have no
+    end."""
 
-    def __init__(self, left: Mapping[int, float], lengths: Callable[[int], tuple[int, int]]) -> None:
-        """`lengths`: draws the tokens of prompt and output for a model that generates."""
-        self.left = dict(left)
+    def __init__(
+        self,
+        left: Mapping[int, float],
+        lengths: Callable[[int], tuple[int, int]],
+        arrivals: Sequence[tuple[float, int]] = (),
+    ) -> None:
+        """`lengths`: draws the tokens of prompt and output for a model that generates. `arrivals`: time and model of
+        those that come later, ascending."""
+        self.left = dict.fromkeys((model for _, model in arrivals), 0.0) | dict(left)
+        self.came = Counter[int](self.left)
+        self._arrivals = deque(arrivals)
         self._lengths = lengths
         self._numbers = itertools.count(FIRST_OFFLINE)
         self._places: dict[int, int] = {}  # by model, of those that run in batches
@@ -39,6 +49,23 @@ class OfflineBacklog:
             for place, program in self._program.items()
             if program in system.hosted
         }
+
+    @property
+    def next_ms(self) -> float:
+        """When the next request comes."""
+        return self._arrivals[0][0] if self._arrivals else INF
+
+    def arrive(self, now_ms: float) -> None:
+        """Let the requests come that are due."""
+        while self.next_ms <= now_ms:
+            model = self._arrivals.popleft()[1]
+            self.left[model] += 1
+            self.came[model] += 1
+
+    def end(self) -> None:
+        """Let no more requests come or run."""
+        self._arrivals.clear()
+        self.left.clear()
 
     def refill(self, scheduler: Scheduler, now_ms: float) -> None:
         """Give a scheduler more requests that run in batches."""

@@ -5,8 +5,9 @@ Latency counts from the scheduled arrival; attainment divides by offered request
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler_status import SchedulerStatus
-from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.batching.virtual.writing import Writing
 from tenuto.outcome import OUTCOMES, WARM_UP, Outcome
@@ -85,6 +86,7 @@ class SimulationResult:
     wall_s: float
     scheduler: SchedulerStatus | None  # at the end of the run
     writing: Writing | None = None  # what models that generate did
+    offline_came: Mapping[int, float] = field(default_factory=dict)  # offline requests of each model; inf: endless
 
     @classmethod
     def build(
@@ -101,6 +103,7 @@ class SimulationResult:
         wall_s: float,
         scheduler: SchedulerStatus | None,
         writing: Writing | None = None,
+        offline_came: Mapping[int, float] | None = None,
     ) -> SimulationResult:
         """Join the batch log with the arrivals; `lost` has the requests without an answer. A request that never left
         its queue counts as expired."""
@@ -153,6 +156,7 @@ class SimulationResult:
             wall_s=wall_s,
             scheduler=scheduler,
             writing=writing,
+            offline_came=offline_came or {},
         )
 
     def counts(self) -> NDArray[np.int64]:
@@ -213,26 +217,38 @@ class SimulationResult:
         return [(one.gpulet, replica) for one, replica in zip(self.system.generating, replicas, strict=False)]
 
     @property
-    def has_offline(self) -> bool:
-        """Whether offline requests ran."""
-        return any(self.batches.offline) or any(replica.offline_tokens for _, replica in self._writers())
+    def offline_models(self) -> list[int]:
+        """The models that are asked nothing but offline requests."""
+        return [model for model in self.offline_came if not (self.model == model).any()]
 
     def _offline_figures(self) -> dict[str, Any]:
-        """Return what offline requests had: how many of each model ended in the measured window, or how many of their
-        tokens were made, and which part of the time that others left idle on the GPUs."""
-        log, reported = self.batches, self.system.reported_of
-        ended: dict[str, float] = {}
-        for count, program, finish_ms in zip(log.offline, log.program, log.finish_ms, strict=True):
-            if count and self.warmup_s * 1000.0 <= finish_ms <= self.duration_s * 1000.0:
-                name = self.system.reported[reported[self.system.programs[program].members[0]]].name
-                ended[name] = ended.get(name, 0) + count
-        replicas = self._writers()
+        """Return what offline requests had: how many of each model were answered in the measured window, and how many
+        waited or ran at its end (None: they had no end), the tokens that were made for them, and their part of the GPU
+        time, and of what others left idle of it."""
+        log, reported, replicas = self.batches, self.system.reported_of, self._writers()
+        ended = [
+            (reported[self.system.programs[program].members[0]], count, finish_ms)
+            for count, program, finish_ms, was_lost in zip(
+                log.offline, log.program, log.finish_ms, log.preempted, strict=True
+            )
+            if count and not was_lost
+        ]
+        for one, (_, replica) in zip(self.system.generating, replicas, strict=False):
+            ended += [(reported[one.model], 1, finish_ms) for finish_ms in replica.offline_ended_ms]
+        answered, left = Counter[int](), Counter[int](self.offline_came)
+        for model, count, finish_ms in ended:
+            if finish_ms <= self.duration_s * 1000.0:
+                left[model] -= count
+                answered[model] += count * (finish_ms >= self.warmup_s * 1000.0)
+        names = {model: self.system.reported[model].name for model in self.offline_came}
         window_ms = self.window_s * 1000.0
         both, others = (sum(self.gpu_busy_ms(with_offline=each).values()) for each in (True, False))
         idle_ms = len(self.gpu_busy_ms()) * window_ms - others
         return {
-            "requests": ended,
+            "requests": {name: answered[model] for model, name in names.items()},
+            "waiting": {name: None if left[model] == INF else int(left[model]) for model, name in names.items()},
             "tokens": sum(replica.offline_tokens for _, replica in replicas),
+            "part_of_gpu_time": (both - others) / max(1.0, len(self.gpu_busy_ms()) * window_ms),
             "part_of_idle": (both - others) / idle_ms if idle_ms > 0.0 else None,
         }
 
@@ -271,7 +287,7 @@ class SimulationResult:
             "warmup_s": self.warmup_s,
             "preempted_batches": sum(self.batches.preempted),
             "schedulers": [self.scheduler.to_data()] if self.scheduler else [],
-            **({"offline": self._offline_figures()} if self.has_offline else {}),
+            **({"offline": self._offline_figures()} if self.offline_came else {}),
         }
 
     def _model_figures(self, index: int, counts: NDArray[np.int64]) -> dict[str, Any]:

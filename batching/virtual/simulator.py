@@ -100,7 +100,7 @@ def simulate(
             engine.lose_gpulets(until_ms, gpulets)
     if offline is not None:
         engine.settle(max(1000.0 * duration_s, engine.now_ms), engine.now_ms)
-        offline.left.clear()
+        offline.end()
     engine.settle(INF, engine.now_ms)
     if follows is not None:
         engine.times_ms[engine.next : planned] = np.nan  # a run that was ended early did not reach these requests
@@ -117,6 +117,7 @@ def simulate(
         wall_s=time.perf_counter() - started,
         scheduler=engine.status(),
         writing=None if tokens is None else Writing.of(engine.replicas.steps, tokens, slos or {}, requests),
+        offline_came={} if offline is None else offline.came,
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_serializer, model_validator
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.registry import make_scheduler
+from tenuto.batching.registry import check_offline, make_scheduler
 from tenuto.deployments.process.limits import GENERATIONS_END_S, REQUESTS_END_S
 from tenuto.deployments.security.keys import KeyEntry, read_keys
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
@@ -390,4 +390,5 @@ def read_gateway_config(raw: Mapping[str, Any]) -> GatewayConfig:
 
 def _checked(config: C) -> C:
     config.build_scheduler(config.plan, NetworkDelay())  # refuses unknown schedulers and options, and impossible SLOs
+    check_offline(config.scheduler.name, [spec.name for spec in config.plan.models if spec.offline])
     return config

@@ -131,7 +131,8 @@ def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
     if others:
         facts.append("takes turns with " + ", ".join(others))
     if program.latency_ms is not None:
-        slo_ms = min((spec.slo_ms for spec in plan.models if spec.name in program.models), default=None)
+        specs = [spec for spec in plan.models if spec.name in program.models and not spec.offline]
+        slo_ms = min((spec.slo_ms for spec in specs), default=None)
         facts.append(f"{program.latency_ms:.4g} ms" + ("" if slo_ms is None else f" of {slo_ms:g} ms SLO"))
     if hidden_ms := hidden_copies_ms(plan, program) * program.batch_size:
         facts.append(f"{hidden_ms:.4g} ms of it copies that overlap")

@@ -48,7 +48,7 @@ class PlanTotals:
 def rows_of(plan: Plan) -> list[PlanRow]:
     """Return a row per program, in the order of GPUs, gpu-lets and models of the plan. A gpu-let on
     several GPUs has a row on each, and its rate on the first."""
-    slos = {spec.name: spec.slo_ms for spec in plan.models}
+    slos = {spec.name: spec.slo_ms for spec in plan.models if not spec.offline}
     rows = []
     by_gpu = plan.by_gpu()
     for gpu in plan.gpus:

@@ -69,7 +69,7 @@ class ServingArguments:
             InvalidInputError: lists the problems of the first file that has any.
         """
         from tenuto.batching.core.build import from_plan
-        from tenuto.batching.registry import make_scheduler
+        from tenuto.batching.registry import check_offline, make_scheduler
         from tenuto.deployments.control.settings import ControlSettings, check_policy
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
@@ -110,6 +110,7 @@ class ServingArguments:
         deployment = parse_document(Deployment, whole, origin="options")
         # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(deployment.scheduler, from_plan(deployment.plan), deployment.scheduler_options)
+        check_offline(deployment.scheduler, [spec.name for spec in deployment.plan.models if spec.offline])
         check_policy(deployment.control, deployment.plan)
         deployment.config().check_ports()
         gpus_of(deployment.plan)

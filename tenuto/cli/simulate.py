@@ -94,9 +94,15 @@ def _backlog(given: Sequence[str]) -> dict[str, float]:
 
 
 def _offline_in_words(figures: Mapping[str, Any]) -> str:
-    done = [f"{count:,} of {name}" for name, count in figures["requests"].items()]
+    done = [
+        f"{count:,} of {name} answered" + (f" and {left:,} waiting" if (left := figures["waiting"][name]) else "")
+        for name, count in figures["requests"].items()
+    ]
     done += [f"{figures['tokens']:,} tokens"] if figures["tokens"] else []
-    return f"offline: {', '.join(done)} in {percent(figures['part_of_idle'])} of the GPU time that others left idle"
+    return (
+        f"offline: {', '.join(done)}; {percent(figures['part_of_gpu_time'])} of the GPU time, and "
+        f"{percent(figures['part_of_idle'])} of what others left idle"
+    )
 
 
 def _code(summary: Mapping[str, Any]) -> int:
