@@ -478,7 +478,7 @@ class StepScheduler:
 
     def _decode(self, step: Step) -> None:
         decoding = self._decoding
-        while not self._has_blocks(decoding.next_blocks):
+        while not self._make_room(decoding.next_blocks):
             self._preempt(step if self._beside is None else self._beside._left)
         if not decoding.sequences:
             return
@@ -493,7 +493,7 @@ class StepScheduler:
     def _read_on(self, step: Step, one: TokenSequence, left: int) -> None:
         tokens = min(left, one.todo - one.read)
         need = self._blocks.needed(one.read + tokens) - one.blocks
-        if not self._has_blocks(need):
+        if not self._make_room(need):
             self._preempt(step if self._beside is None else self._beside._left)  # it was admitted last
         elif tokens > 0:
             self._read(step, one, tokens, need)
@@ -502,7 +502,7 @@ class StepScheduler:
         while left > 0 and self._reading is None and (one := self._head()) is not None:
             if one.todo > left and step.chunks and not is_cut:
                 break
-            if not self._has_place() or not self._has_blocks(self._blocks.needed(one.todo)):
+            if not self._make_place() or not self._make_room(self._blocks.needed(one.todo)):
                 self._is_blocked = True
                 return
             self._queue.popleft()
@@ -514,8 +514,8 @@ class StepScheduler:
             left -= tokens
         self._is_blocked = False
 
-    def _has_place(self) -> bool:
-        """Return whether one more sequence may run; an offline one leaves for it."""
+    def _make_place(self) -> bool:
+        """Make a place for one more sequence, for which an offline one leaves; return whether there is one."""
         offline, most = self._offline, self.limits.max_sequences
         if self._beside is not None:
             return self.running + self._beside.running < most
@@ -523,8 +523,8 @@ class StepScheduler:
             offline._preempt(self._left)
         return self.running + (0 if offline is None else offline.running) < most
 
-    def _has_blocks(self, blocks: int) -> bool:
-        """Return whether so many blocks are free; offline sequences leave for them, the last one first."""
+    def _make_room(self, blocks: int) -> bool:
+        """Make room for so many blocks: offline sequences leave, the last one first. Return whether they are free."""
         offline = self._offline
         while blocks > self._blocks.free and offline is not None and offline._running:
             offline._preempt(self._left)

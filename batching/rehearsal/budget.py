@@ -25,14 +25,14 @@ class Budget:
         self._expected_ms = 0.0  # what it was expected to take
         self._measured = 1.0  # the ratio of both
 
-    def allows_one(self, now: float, rps: float) -> bool:
-        """Return whether a replay may begin that takes as long as the last one."""
+    def save_up(self, now: float, rps: float) -> bool:
+        """Save up until now, at `rps` requests a second; return whether a replay as long as the last one may begin."""
         self._save(now)
         self._core = max(CORE, CORE_MS / 1000.0 * rps)
         return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, self._core * SPAN_MS)
 
-    def is_used_by(self, expected_ms: float, now: float) -> bool:
-        """Return whether a replay that should take `expected_ms` would use up the rest of this minute's budget."""
+    def expect_replay(self, expected_ms: float, now: float) -> bool:
+        """Note what the next replay should take; return whether it would use up the rest of this minute's budget."""
         self._expected_ms = expected_ms
         return self._measured * expected_ms >= self._left_ms(now)
 

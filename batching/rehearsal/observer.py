@@ -163,7 +163,7 @@ class Rehearsals:
         scheduler = self._scheduler
         self._until = COST_EVERY
         if self._known is None:
-            if self._budget.allows_one(now, scheduler.offered_rps()):
+            if self._budget.save_up(now, scheduler.offered_rps()):
                 self._known = scheduler.known()
                 self._looked = scheduler.looked
                 self._arrivals = []
@@ -174,7 +174,7 @@ class Rehearsals:
         present, knob = self._recorded.setting, self._recorded.knob
         values = sorted({*VALUES[knob], present[knob]})
         # A replay looks at batches about as often as the scheduler did.
-        is_dear = self._budget.is_used_by(len(values) * self._replay_ms(scheduler.looked - self._looked), now)
+        is_dear = self._budget.expect_replay(len(values) * self._replay_ms(scheduler.looked - self._looked), now)
         began = arrivals[0][0]
         is_long = now - began >= LEAST_SLOS * self._longest_slo_ms or len(arrivals) >= LONGEST
         if not (is_long and not len(arrivals) % self._requests) and not is_dear:

@@ -103,7 +103,7 @@ class GeneratingReplicas:
         outcome = Outcome.REJECTED if ready else Outcome.FAILED
         for _ in range(min(TRIES, len(ready))):
             loads = ((self.steps[place].scheduler.sequences, self._replicas[place].rate_rps) for place in ready)
-            if self._is_taken(now, ready.pop(emptiest(loads)), request, whole_by_ms):
+            if self._try_replica(now, ready.pop(emptiest(loads)), request, whole_by_ms):
                 return
         self._lose(now, outcome, (request,))
 
@@ -118,7 +118,7 @@ class GeneratingReplicas:
                     if steps.due_ms != due_ms:
                         heappush(self._events, (steps.due_ms, -1 - place, 0))
 
-    def _is_taken(self, now: float, place: int, request: int, whole_by_ms: float | None) -> bool:
+    def _try_replica(self, now: float, place: int, request: int, whole_by_ms: float | None) -> bool:
         replica, steps, tokens = self._replicas[place], self.steps[place], self._tokens
         if tokens is None:
             raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")

@@ -81,20 +81,21 @@ class MigReconfiguration:
                 self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in planned]
                 self.refused |= {gpu.id: why for gpu in places}
             else:
-                came = self._have(device) or came
+                came = self._note_instances(device) or came
         for device, places in list(self._wanted.items()):
             is_blocked = any(excludes(gpu, other) for gpu in places for other in leaving)
             if device in self._under_way or is_blocked or any(gpu.id in self.refused for gpu in places):
                 continue
             order = None if self._emulated else CutOrder.of(places)
             if order is None or self._layouts is None:
-                came = self._have(device) or came
+                came = self._note_instances(device) or came
             else:
                 self._layouts.begin(order)
                 self._under_way.add(device)
         return came
 
-    def _have(self, device: str) -> bool:
+    def _note_instances(self, device: str) -> bool:
+        """Note that the instances of a GPU that were waited for are there; return whether there are any."""
         places = self._wanted.pop(device, [])
         staying = [g for g in self._there.get(device, ()) if not any(g.id == p.id or excludes(g, p) for p in places)]
         self._there[device] = [*staying, *places]

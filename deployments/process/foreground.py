@@ -205,7 +205,8 @@ class _Foreground:
                 elif not report:
                     self._line.close()
             below = _below(self._others)
-            is_lost = not self._is_draining and self._lost(below)  # before `_reap`, so that the cause is reported too
+            # Before `_reap`, so that the cause is reported, too.
+            is_lost = not self._is_draining and self._report_lost(below)
             ended = self._reap(below)
             if ended is not None:
                 if os.WIFSIGNALED(ended):
@@ -248,7 +249,7 @@ class _Foreground:
                     own_status = status
         return own_status
 
-    def _lost(self, below: dict[int, _Below]) -> bool:
+    def _report_lost(self, below: dict[int, _Below]) -> bool:
         """Report which known processes have ended since the last look; return whether serving has become impossible."""
         gone = {self._known[pid] for pid in self._known if pid not in below or below[pid].state == "Z"}
         self._known = {

@@ -290,7 +290,7 @@ class FrameProtocol(_End, asyncio.BufferedProtocol):
             self.send(Beat())
         self._has_sent = False
         has_heard, self._has_heard = self._has_heard, False
-        if self._silence is not None and self._silence.is_over(heard=has_heard):
+        if self._silence is not None and self._silence.count_tick(heard=has_heard):
             self._ending = TimeoutError(f"nothing was heard of it for {GIVEN_UP_S:g} s")
             end_if_stopped(self._pid)
             self.abort()
@@ -385,10 +385,10 @@ class FrameSocket(_End):
             finally:
                 self._sending.release()
         self._has_sent = False
-        self._is_known()
+        self._note_acknowledged()
         # Unread bytes count as heard, even if nobody knows when they came: a worker reads only between two batches.
         has_heard, self._has_heard = self._has_heard or self._holds_unread(), False
-        if self._silence is not None and self._silence.is_over(heard=has_heard):
+        if self._silence is not None and self._silence.count_tick(heard=has_heard):
             logger.warning("a peer is given up: nothing was heard of it for %g s", GIVEN_UP_S)
             end_if_stopped(self._pid)
             self._shut_down()
@@ -401,11 +401,11 @@ class FrameSocket(_End):
     def is_lost(self) -> bool:
         """Whether the peer has closed the connection, or may have given us up by now because it acknowledged nothing
         that was sent within `LEASE_S`. Bytes that the peer sent earlier may still lie here unread. Does not wait."""
-        return bool(self._has_ended.poll(0)) or not self._is_known()
+        return bool(self._has_ended.poll(0)) or not self._note_acknowledged()
 
-    def _is_known(self) -> bool:
-        """Whether the peer's machine has acknowledged bytes that were sent within `LEASE_S`. Received bytes would not
-        tell that, as they may have been on their way for long."""
+    def _note_acknowledged(self) -> bool:
+        """Note what the peer's machine has acknowledged; return whether it has acknowledged bytes that were sent within
+        `LEASE_S`. Received bytes would not tell that, as they may have been on their way for long."""
         if self._plain.family == socket.AF_UNIX:
             return True
         sent_at, (marked_at, marked) = self._sent_at, self._mark

@@ -69,8 +69,8 @@ class Silence:
         self._ticks = self._silent = 0  # silent ticks: those that count, and all that came in time
         self._before = _NOTHING
 
-    def is_over(self, *, heard: bool) -> bool:
-        """Take a tick, due every `BEAT_S`; return whether the peer must be given up.
+    def count_tick(self, *, heard: bool) -> bool:
+        """Count a tick, due every `BEAT_S`; return whether the peer must be given up.
 
         Args:
             heard: whether any byte came since the last tick.

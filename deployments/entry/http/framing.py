@@ -149,7 +149,7 @@ class Framing:
         if self.is_over != (not self.left):
             raise malformed("its body does not end where its length says")
 
-    def chunked(self, data: bytes) -> bool:
+    def take_chunks(self, data: bytes) -> bool:
         """Take bytes of a body without a length; return whether it is complete. Bytes that follow are ignored."""
         assert self.chunks is not None
         held = len(self.chunks)

@@ -391,7 +391,7 @@ class HttpConnection(ClientConnection):
         assert framing.chunks is not None
         assert exchange is not None
         server.budget.spend(0, len(data))
-        is_whole = framing.chunked(data)
+        is_whole = framing.take_chunks(data)
         if len(framing.chunks) > server.limits.most_body_bytes:
             raise too_large(server.limits.most_body_bytes)
         assert self._account is not None
@@ -476,7 +476,7 @@ class HttpConnection(ClientConnection):
             self._count_untaken()
         else:
             self.changed_s = time.monotonic()
-        self.server.places.has_asked(self)
+        self.server.places.note_use(self)
         if not exchange.keep_alive:
             self.end()
         elif self._unread:

@@ -346,7 +346,7 @@ class Http2Connection(ClientConnection):
             return
         stream = self._streams[number] = CallStream(self, number, is_whole)
         handler = self._open_call(stream, fields)
-        self.server.places.has_asked(self)
+        self.server.places.note_use(self)
         if self._streams.get(number) is stream:  # else it is answered
             stream.handler = handler
 

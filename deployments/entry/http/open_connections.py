@@ -112,7 +112,7 @@ class OpenConnections(Generic[HolderT]):
         self._strangers[connection] = None
         return True
 
-    def has_shown_key(self, connection: HolderT) -> bool:
+    def admit_key(self, connection: HolderT) -> bool:
         """Give a connection whose client has shown a key a place among such connections; return False when there are
         too many of them and all are in use."""
         if not self._find_place(self._clients, self._limits.connections - self._strangers_part):
@@ -122,7 +122,7 @@ class OpenConnections(Generic[HolderT]):
         self._clients[connection] = None
         return True
 
-    def has_asked(self, connection: HolderT) -> None:
+    def note_use(self, connection: HolderT) -> None:
         """Note that a connection was used just now."""
         places = self._clients if connection.has_key else self._strangers
         if connection in places:

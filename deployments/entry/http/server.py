@@ -130,7 +130,7 @@ class ClientConnection(asyncio.BufferedProtocol, abc.ABC):
     def show_key(self) -> bool:
         """Note that the client has shown a key. Return False when too many connections of clients with a key are
         open."""
-        return self.has_key or self.server.places.has_shown_key(self)
+        return self.has_key or self.server.places.admit_key(self)
 
     def give_way(self) -> None:
         """Close at once, so that its file descriptor is free: a client that is silent would not end TLS, either. A

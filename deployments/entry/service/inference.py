@@ -110,8 +110,8 @@ class ReadingLag:
         self._alert_until_ms = -math.inf
         self.turned_away = 0
 
-    def is_behind(self, lag_ms: float, slo_ms: float, now_ms: float) -> bool:
-        """Take the next request that is read, and return whether it is to be turned away.
+    def record_wait(self, lag_ms: float, slo_ms: float, now_ms: float) -> bool:
+        """Note how long the next request waited to be read; return whether it is to be turned away.
 
         Args:
             lag_ms: since its bytes came.
@@ -604,7 +604,7 @@ class InferenceService:
 
     def _check_lag(self, exchange: Exchange, slo_ms: float) -> None:
         """Refuse a request that is read too late."""
-        if self.lag.is_behind(self.now_ms - exchange.arrived_ms, slo_ms, self.now_ms):
+        if self.lag.record_wait(self.now_ms - exchange.arrived_ms, slo_ms, self.now_ms):
             reason = "more requests come than this gateway can read. Retry in a second."
             raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
 

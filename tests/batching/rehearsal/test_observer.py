@@ -142,7 +142,7 @@ def test_rehearsals_take_a_twentieth_of_a_core_in_any_minute_however_dear_they_a
 def test_above_5000_requests_a_second_rehearsals_take_ten_microseconds_for_each() -> None:
     budget, rps, taken = Budget(), 20_000.0, []
     for now in np.arange(0.0, 300_000.0, 100.0):
-        if budget.allows_one(now, rps):
+        if budget.save_up(now, rps):
             budget.spend(900.0, now)
             taken.append(now)
     per_minute = [900.0 * sum(began <= at < began + 60_000.0 for at in taken) for began in taken]

@@ -58,7 +58,7 @@ def ours(data: bytes, cuts: Iterator[int] | None = None, known: KnownHeads | Non
                     whole = framing.is_over
                     assert whole == (not framing.left and framing.chunks is None)
                 elif framing.chunks is not None:
-                    whole = framing.chunked(piece)
+                    whole = framing.take_chunks(piece)
                     piece = b""
                     if whole:
                         body, closes = bytes(framing.chunks), True

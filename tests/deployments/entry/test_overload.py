@@ -221,16 +221,16 @@ def test_requests_leave_nothing_for_the_collector() -> None:
 
 def test_only_a_loop_that_stays_behind_turns_requests_away() -> None:
     lag = ReadingLag()
-    assert not lag.is_behind(1000.0, SLO_MS, 0.0)  # a standstill
-    assert not lag.is_behind(1000.0, SLO_MS, 99.0)
-    assert lag.is_behind(5.1, SLO_MS, 100.0)
-    assert not lag.is_behind(4.9, SLO_MS, 101.0)
-    assert lag.is_behind(5.1, SLO_MS, 102.0)
-    assert not lag.is_behind(4.9, SLO_MS, 103.0)
-    assert not lag.is_behind(5.1, SLO_MS, 1103.0)
+    assert not lag.record_wait(1000.0, SLO_MS, 0.0)  # a standstill
+    assert not lag.record_wait(1000.0, SLO_MS, 99.0)
+    assert lag.record_wait(5.1, SLO_MS, 100.0)
+    assert not lag.record_wait(4.9, SLO_MS, 101.0)
+    assert lag.record_wait(5.1, SLO_MS, 102.0)
+    assert not lag.record_wait(4.9, SLO_MS, 103.0)
+    assert not lag.record_wait(5.1, SLO_MS, 1103.0)
     assert lag.turned_away == 2
 
 
 def test_requests_sent_without_any_time_left_say_nothing_about_the_loop() -> None:
     lag = ReadingLag()
-    assert not any(lag.is_behind(0.1, slo_ms, now_ms) for slo_ms in (0.0, -3.0) for now_ms in (0.0, 150.0, 300.0))
+    assert not any(lag.record_wait(0.1, slo_ms, now_ms) for slo_ms in (0.0, -3.0) for now_ms in (0.0, 150.0, 300.0))

@@ -64,7 +64,7 @@ class Peer:
         self.waited_s += waited * BEAT_S
         self.ran_s += ran * BEAT_S
         self.is_ready = is_ready
-        return self.silence.is_over(heard=heard)
+        return self.silence.count_tick(heard=heard)
 
 
 @given(st.lists(TICK, max_size=60), st.booleans())
