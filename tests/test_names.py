@@ -17,7 +17,7 @@ ORDINARY = ROOT / "tests" / "data" / "words.txt"
 # Words that say nothing of what a thing is, and how many names of modules, classes and functions still have them. A
 # number may only fall: whoever renames one lowers it.
 EMPTY_WORDS = {
-    "asked": 17,
+    "asked": 16,
     "charge": 4,
     "found": 6,
     "here": 3,

@@ -142,7 +142,7 @@ class Entry:
                 from tenuto.deployments.entry.protocols.grpc_calls import GrpcServer
             except ImportError as error:
                 raise EnvironmentFaultError(f"gRPC needs {error.name}: pip install 'tenuto[grpc]'") from error
-            self._grpc = GrpcServer(self.service, self.service.takes_bytes).connection
+            self._grpc = GrpcServer(self.service, self.service.models.takes_bytes).connection
         if self._grpc is not None:
             await self._listen(self.server, setting, self._grpc, is_shared=is_shared)
 

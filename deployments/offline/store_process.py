@@ -139,7 +139,7 @@ class OfflineWork:
         if self._callers is not None and (caller is None or not caller.may_ask(model)):
             refused = HttpError(403, f"the key of '{key}' is not for model '{model}'.")
             return LineReply(403, refused.payload(line.url.encode()))
-        can_wait = self._runs_offline and model not in self._service.applications()
+        can_wait = self._runs_offline and model not in self._service.models.applications
         headers = _CAN_WAIT if can_wait else _HAS_SLO
         head = Head(b"POST", line.url.encode(), headers, length=len(body))
         exchange = LineExchange(head, self._service.now_ms, body)

@@ -10,14 +10,12 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tenuto.batching.applications.stage_times import StageTimes
-from tenuto.batching.core.build import from_plan
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
@@ -52,24 +50,19 @@ from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.generation_call import GenerationCall
 from tenuto.deployments.entry.service.infer_call import InferCall
 from tenuto.deployments.entry.service.margin import Margin
-from tenuto.deployments.entry.service.planned_application import PlannedApplication
-from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
+from tenuto.deployments.entry.service.planned_model import PlannedModel
+from tenuto.deployments.entry.service.reading_lag import ReadingLag
 from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, allowed_ms, load_path, named_model, route_to
 from tenuto.deployments.entry.service.schema_checks import SchemaChecks
+from tenuto.deployments.entry.service.served_models import ServedModels, no_plan
 from tenuto.deployments.entry.service.traces import Traces
-from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCopies, Split, traffic_splits
-from tenuto.deployments.entry.service.waking_models import IdleModelError, WakingModels
+from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCopies, Split
+from tenuto.deployments.entry.service.waking_models import IdleModelError
 from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.tensors import Buffer, RequestInputs
-from tenuto.outcome import Outcome
-from tenuto.placement import Plan
-from tenuto.placement.application import Application
-from tenuto.placement.versions import split_name, versioned
-from tenuto.profiles.networks.catalogue import ModelSignature
-from tenuto.profiles.networks.model_options import ModelOptions
 
 T = TypeVar("T")
 
@@ -89,46 +82,6 @@ _GENERATIONS: dict[str, type[CompletionBody] | type[ChatBody] | type[GenerateBod
 _TEXTS: dict[str, type[TextBody]] = {"embeddings": EmbeddingBody, "rerank": RerankBody, "score": ScoreBody}
 _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what comes then is turned away
-
-
-class ReadingLag:
-    """Whether the event loop reads too late, by the rule of CoDel (RFC 8289). When for a tenth of a second every
-    request has waited too long to be read, requests that waited so long are turned away at once. That ends when no
-    request has waited so long for a second.
-
-    When more comes than the processor can read, first come first served would read each request when its deadline is
-    almost over, and serve none in time. A short standstill of the machine does not begin this, because the requests
-    that came meanwhile may still be in time.
-    """
-
-    _INTERVAL_MS = 100.0  # paper: CoDel's interval (RFC 8289)
-    _ALERT_MS = 1000.0  # fitted: requests are turned away until none has waited so long for a second
-    _PART = 0.2  # fitted: part of the SLO that a request may wait to be read
-
-    def __init__(self) -> None:
-        self._behind_from_ms = math.inf
-        self._alert_until_ms = -math.inf
-        self.turned_away = 0
-
-    def record_wait(self, lag_ms: float, slo_ms: float, now_ms: float) -> bool:
-        """Note how long the next request waited to be read; return whether it is to be turned away.
-
-        Args:
-            lag_ms: since its bytes came.
-            slo_ms: time it is allowed.
-            now_ms: the clock.
-        """
-        if slo_ms <= 0.0 or slo_ms == math.inf:
-            return False  # it had expired when it was sent, however soon it was read; or it never does
-        if lag_ms <= self._PART * slo_ms:
-            self._behind_from_ms = math.inf
-            return False
-        self._behind_from_ms = min(self._behind_from_ms, now_ms)
-        if now_ms - self._behind_from_ms < self._INTERVAL_MS and now_ms > self._alert_until_ms:
-            return False
-        self._alert_until_ms = now_ms + self._ALERT_MS
-        self.turned_away += 1
-        return True
 
 
 class InferenceService:
@@ -156,14 +109,9 @@ class InferenceService:
         self._manage = manage
         self._clock = clock
         self._dispatching: Dispatching | None = None
-        self._plan: Plan | None = None
-        self._models: dict[str, PlannedModel] = {}  # with what is asked of applications, by their names
-        self._applications: dict[str, PlannedApplication] = {}
-        self._stage_times = StageTimes()
+        self.models = ServedModels(self.callers)
         self.application_counters = ApplicationCounters()
-        self._splits: dict[str, Split] = {}  # of models that have versions
         self._copies = ShadowCopies()
-        self._waking = WakingModels()
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
         self._latest: tuple[Head, Route] | None = None  # likewise; most bodies come with their heads
         self._id_prefix = secrets.token_hex(4)
@@ -172,134 +120,20 @@ class InferenceService:
         self._schemas = SchemaChecks()
         self._decoding = 0
 
-    # --- the plan -----------------------------------------------------------------------------------------------
-
     def follow(self, dispatching: Dispatching) -> None:
         """Send requests to a scheduling side, by its present plan. Call this again when the plan has changed, or what
         gpu-lets hold."""
-        plan = dispatching.plan
-        if plan is not None and plan is not self._plan and plan.applications:
-            self._stage_times.follow(from_plan(plan, check_slos=False))
-        self._dispatching, self._plan = dispatching, plan
+        self._dispatching = dispatching
         self._forget_routes()
-        known, self._models = self._models, {}
-        if plan is not None:
-            for spec in plan.models:
-                model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
-                signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
-                hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
-                model.follow(spec.own_slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
-                model.follow_texts(spec)
-        models = self._models
-        self._splits = (
-            {} if plan is None else traffic_splits(plan.models, lambda n: models[n].is_ready, self._signature)
-        )
-        self._follow_applications(() if plan is None else plan.applications)
-        for name in known.keys() - self._models.keys():
-            known[name].close()
-        self._waking.follow(plan, models)
-
-    def _follow_applications(self, applications: Sequence[Application]) -> None:
-        """Take the applications of a plan. Requests under way go on with what they began with."""
-        known, self._applications = self._applications, {}
-        self.application_counters.follow(applications)
-        for application in applications:
-            planned = known.get(application.name)
-            if planned is None or planned.application != application:
-                planned = PlannedApplication(application, self._stage_times, self._choose)
-            planned.follow(lambda name: self._models.get(self.name(split_name(name)[0])) or PlannedModel(name))
-            self._applications[application.name] = planned
-            self._models[application.name] = planned.model
-        for name, planned in known.items():
-            if self._applications.get(name) is not planned:
-                planned.retire()
-
-    def _choose(self, model: str) -> PlannedModel:
-        """Return a version of the model of a stage for one request: as of requests that name none."""
-        split = self._splits.get(split_name(model)[0])
-        name = model if split is None else split.choose(random.random())
-        return self._models.get(name) or PlannedModel(name)
-
-    def _signature(self, name: str) -> ModelSignature | None:
-        """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""
-        interface = self._models[name].interface
-        return None if interface is None else interface.signature
+        self.models.follow(dispatching)
+        self.application_counters.follow([each.application for each in self.models.applications.values()])
 
     @property
     def dispatching(self) -> Dispatching:
         """The scheduling side; raises `HttpError` 503 before the first plan."""
         if self._dispatching is None:
-            raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
+            raise no_plan()
         return self._dispatching
-
-    def interface(self, name: str, version: str = "") -> ModelInterface:
-        """Return a model that can be asked now: the named version, or without a name the one that takes the rest, of
-        those that are ready.
-
-        Raises:
-            HttpError: 404 for a model or a version the plan does not know, 503 for one that is unserved or whose
-                gpu-lets are starting.
-        """
-        return self._ready(self._known(name, version))
-
-    def takes_bytes(self, name: str, version: str) -> bool:
-        """Return whether a model, or a version of it, is known to have inputs of bytes."""
-        model = self._models.get(self.name(name, version))
-        return model is not None and model.interface is not None and model.interface.signature.takes_bytes
-
-    def versions(self, name: str) -> list[str]:
-        """Return the versions of a model of the plan."""
-        return [model.version for model in self._models.values() if model.model == name]
-
-    def applications(self) -> dict[str, bool]:
-        """Return the applications of the plan, and whether each can be asked now."""
-        return {name: planned.model.is_ready for name, planned in self._applications.items()}
-
-    def openai_models(self) -> list[str]:
-        """Return the models that can be asked by OpenAI's interface now: those that generate, and those that make
-        embeddings or scores of texts."""
-        found = [(each.model, each.interface) for each in self._models.values() if each.is_ready]
-        return list(dict.fromkeys(name for name, interface in found if interface and interface.is_openai))
-
-    def name(self, model: str, version: str = "") -> str:
-        """Return the plan's name for a client's name."""
-        if version or ":" in model:  # the latter is no client's name
-            return versioned(model, version or "?")
-        split = self._splits.get(model)
-        return model if split is None else split.rest
-
-    def _known(self, name: str, version: str = "") -> PlannedModel:
-        model = self._models.get(self.name(name, version))
-        if model is None:
-            _ = self.dispatching  # before the first plan no model is unknown
-            versions = self.versions(name)
-            if versions:
-                raise HttpError(
-                    404,
-                    f"Request for unknown model: '{name}' has no version '{version}'. Versions here: "
-                    f"{', '.join(versions)}.",
-                )
-            # The names of other models may be secrets of other clients.
-            names = dict.fromkeys(model.model for model in self._models.values())
-            known = "" if self.callers else f" Models here: {', '.join(names) or '(none)'}."
-            raise HttpError(404, f"Request for unknown model: '{name}' is not found.{known}")  # in Triton's words
-        return model
-
-    def _ready(self, model: PlannedModel) -> ModelInterface:
-        if model.is_ready and model.interface is not None:
-            return model.interface
-        plan, application = self._plan, self._applications.get(model.name)
-        names = [model.name] if application is None else [stage.model for stage in application.graph.stages]
-        self._waking.check(model, names)
-        for name in names:
-            if plan is not None and name in plan.unserved:
-                why = plan.unserved_reasons.get(name, "no reason given")
-                raise HttpError(
-                    503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy."
-                )
-        if application is not None:
-            raise HttpError(503, application.problem, retry_after_s=application.retry_after_s)
-        raise HttpError(503, f"no gpu-let of '{model.name}' is ready. Retry in a few seconds.", retry_after_s=2)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -345,7 +179,7 @@ class InferenceService:
         """Begin anew when the models that are asked for have started; refuse what has not the time to wait."""
         patience_ms = allowed_ms(exchange, route, error.model, offline=route.offline, for_first_token=True)
         due_ms = exchange.arrived_ms + patience_ms
-        started = self._waking.wake(error, self.dispatching, due_ms / 1000.0 - self._clock())
+        started = self.models.waking.wake(error, self.dispatching, due_ms / 1000.0 - self._clock())
         if started is None:
             refuse(exchange, error.without_frames())
         else:
@@ -378,9 +212,9 @@ class InferenceService:
             elif action in OPENAI_ACTIONS:
                 route = self._text_route(action, None, head)._replace(caller=caller)
             else:
-                route = self._load_route(action, self._known(name, version), head)
-                if not version and name in self._splits:
-                    route = self._split_route(action, self._splits[name], head, route)
+                route = self._load_route(action, self.models.find_model(name, version), head)
+                if not version and name in self.models.splits:
+                    route = self._split_route(action, self.models.splits[name], head, route)
                 route = route._replace(caller=caller)
         except IdleModelError as error:  # each request wakes it, or waits
             route = route_to(self._ask_anew, error.model, head)._replace(caller=caller)
@@ -393,7 +227,7 @@ class InferenceService:
     def _ask_anew(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
         """Answer a request for a model that was asleep when its route was made."""
         assert route.model is not None
-        self._ready(route.model)
+        self.models.ready_interface(route.model)
         self._forget_routes()
         self.handle(exchange, described)
 
@@ -440,8 +274,8 @@ class InferenceService:
             histogram.add(before_s)
 
     def _load_route(self, action: str, model: PlannedModel, head: Head) -> Route:
-        generates = self._ready(model).signature.generates is not None
-        application = self._applications.get(model.name)
+        generates = self.models.ready_interface(model).signature.generates is not None
+        application = self.models.applications.get(model.name)
         interface = None if application is None else application.interface
         is_streamed = interface is not None and action == "generate_stream"
         if is_streamed and interface is not None and interface.streamed is None:
@@ -477,7 +311,7 @@ class InferenceService:
 
     def _split_route(self, action: str, split: Split, head: Head, rest: Route) -> Route:
         """Return the route of requests that name no version: to one of those that can be asked."""
-        to = [(below, self._load_route(action, self._models[name], head)) for below, name in split.canaries]
+        to = [(below, self._load_route(action, self.models[name], head)) for below, name in split.canaries]
         to.append((math.inf, rest))
         if split.shadows:
             call = partial(CopiedCall, _copies=self._copies)
@@ -497,7 +331,7 @@ class InferenceService:
     def _infer(self, exchange: Exchange, route: Route, described: DescribedRequest | None) -> None:
         model: Any = route.model  # a `PlannedModel`: only routes of models lead here
         slo_ms = allowed_ms(exchange, route, model, offline=route.offline)
-        self._check_lag(exchange, slo_ms)
+        self.lag.check_wait(exchange.arrived_ms, slo_ms, self._clock() * 1000.0)
         call: InferCall
         call, encoding = self._call(exchange, route, model, slo_ms, described), route.encoding
         json_bytes = len(exchange.body) if route.json_length is None else route.json_length
@@ -547,7 +381,7 @@ class InferenceService:
         """Return the model that is asked, how its requests are split, and what it is asked."""
         parsed = read_body(_TEXTS[route.action], body)
         model, split = self._named_in_body(route, parsed.model)
-        return model, split, read_question(parsed, model.model, self._ready(model).signature)
+        return model, split, read_question(parsed, model.model, self.models.ready_interface(model).signature)
 
     def _begin_question(
         self, exchange: Exchange, route: Route, model: PlannedModel, split: Split | None, question: TextQuestion
@@ -561,7 +395,7 @@ class InferenceService:
         call: Any = InferCall
         if split is not None and split.shadows:
             call, route = partial(CopiedCall, _copies=self._copies), route._replace(shadows=split.shadows)
-        samples = self._ready(model).text_samples(question.texts)
+        samples = self.models.ready_interface(model).text_samples(question.texts)
         self._call(exchange, route._replace(call=call), model, slo_ms).begin_decoded(samples, question.write)
 
     def _begin_checked(
@@ -589,7 +423,7 @@ class InferenceService:
         else:
             own_id = ""
             model, _ = self._named_in_body(route, parsed.model)
-        limits = self._ready(model).signature.generates
+        limits = self.models.ready_interface(model).signature.generates
         if limits is None:
             raise HttpError(400, f"'{model.model}' has no language-modelling head. Ask /v2/models/MODEL/infer.")
         is_streamed = route.action == "generate_stream"
@@ -599,20 +433,15 @@ class InferenceService:
         """Return the model that a body names, or one of its versions, and how its requests are split if they are."""
         if route.caller is not None and not route.caller.may_ask(name):
             raise HttpError(403, f"the key of '{route.caller.name}' is not for model '{name}'.")
-        split = self._splits.get(name)
-        return (self._known(name) if split is None else self._models[split.choose(random.random())]), split
-
-    def _check_lag(self, exchange: Exchange, slo_ms: float) -> None:
-        """Refuse a request that is read too late."""
-        if self.lag.record_wait(self.now_ms - exchange.arrived_ms, slo_ms, self.now_ms):
-            reason = "more requests come than this gateway can read. Retry in a second."
-            raise HttpError(429, reason, retry_after_s=1.0, details={"outcome": Outcome.REJECTED.word})
+        split = self.models.splits.get(name)
+        return (self.models.find_model(name) if split is None else self.models[split.choose(random.random())]), split
 
     def _check_rates(self, exchange: Exchange, route: Route, slo_ms: float, tokens: int) -> None:
         """Refuse a request that is read too late, or of a client that uses more tokens than its key allows: with these
         at most."""
-        self._check_lag(exchange, slo_ms)
-        wait_s = 0.0 if route.caller is None else route.caller.text_wait_s(self._clock(), tokens)
+        now_s = self._clock()
+        self.lag.check_wait(exchange.arrived_ms, slo_ms, now_s * 1000.0)
+        wait_s = 0.0 if route.caller is None else route.caller.text_wait_s(now_s, tokens)
         if route.caller is not None and wait_s > 0.0:
             raise HttpError(429, TOO_MANY_TOKENS.format(route.caller.name), retry_after_s=wait_s)
 
@@ -634,11 +463,11 @@ class InferenceService:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
         model = route.model
         assert model is not None
-        interface, application = self._ready(model), self._applications.get(model.name)
+        interface, application = self.models.ready_interface(model), self.models.applications.get(model.name)
         preprocess: Callable[[Buffer], RequestInputs] = interface.preprocess
         hooks = model.hooks
         if application is not None and application.decoder is not None:
-            interface, hooks = self._ready(application.decoder), application.decoder.hooks
+            interface, hooks = self.models.ready_interface(application.decoder), application.decoder.hooks
             preprocess = interface.preprocess
         elif application is not None:
             preprocess = application.take_body
@@ -761,23 +590,9 @@ class InferenceService:
 
     def close(self) -> None:
         """End the threads, the processes of hooks and the traces."""
-        for model in self._models.values():
-            model.close()
-        for application in self._applications.values():
-            application.close()
+        self.models.close()
         self._forget_routes()  # they lead back here
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._schemas.close()
         if self.traces is not None:
             self.traces.close()
-
-
-def _alone_ms(plan: Plan, model: str) -> float:
-    """Return what a batch of one request takes on the fastest gpu-let of a model; 0 where nothing hosts it."""
-    found = [
-        program.latency.at(1) * program.slowdown
-        for gpulet in plan.gpulets
-        for program in gpulet.programs
-        if model in program.models and program.latency is not None
-    ]
-    return min(found, default=0.0)

@@ -87,12 +87,12 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     @app.get("/v1/models", tags=["generation"], summary="The models of the key that OpenAI's interface can ask")
     async def written_by(request: Request) -> dict[str, Any]:
-        shown = [name for name in service.openai_models() if _may_ask(request, name)]
+        shown = [name for name in service.models.openai_models() if _may_ask(request, name)]
         return {"object": "list", "data": [_openai(service, name) for name in shown]}
 
     @app.get("/v1/models/{model:path}", tags=["generation"], summary="A model that OpenAI's interface can ask")
     async def one_written_by(model: str) -> dict[str, Any]:
-        if model not in service.openai_models():
+        if model not in service.models.openai_models():
             raise HttpError(404, f"no model '{model}' for this interface is here. GET /v1/models lists them.")
         return _openai(service, model)
 
@@ -103,7 +103,8 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     async def index(request: Request) -> list[dict[str, str]]:
         dispatching = service.dispatching
         planned = dispatching.plan.models if dispatching.plan else ()
-        ready = {spec.name: dispatching.is_ready(spec.name) for spec in planned} | service.applications()
+        ready = {spec.name: dispatching.is_ready(spec.name) for spec in planned}
+        ready |= {name: each.model.is_ready for name, each in service.models.applications.items()}
         return [
             {"name": model, "version": version, "state": "READY" if is_ready else "UNAVAILABLE"}
             for (model, version), is_ready in ((split_name(name), is_ready) for name, is_ready in ready.items())
@@ -127,7 +128,7 @@ def _error(path: str, text: str) -> dict[str, Any]:
 
 def _openai(service: InferenceService, model: str) -> dict[str, Any]:
     """Return OpenAI's form of a model, with vLLM's `max_model_len`, and the number of tokens that the model knows."""
-    signature = service.interface(model).signature
+    signature = service.models.interface(model).signature
     told = {"id": model, "object": "model", "created": 0, "owned_by": "tenuto"}
     if signature.generates is not None:
         return {**told, "max_model_len": signature.generates.longest, "vocabulary": signature.generates.vocabulary}
@@ -152,11 +153,11 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
 
     @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
     async def metadata(request: Request, model: str) -> dict[str, Any]:
-        interface = service.interface(model, named(request))
+        interface = service.models.interface(model, named(request))
         sizes = interface.signature.sizes
         return {
             "name": model,
-            "versions": service.versions(model),
+            "versions": service.models.versions(model),
             "platform": interface.signature.platform,
             "inputs": [t.metadata() for t in interface.inputs],
             "outputs": [t.metadata() for t in interface.outputs],
@@ -166,7 +167,7 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
     async def ready(request: Request, model: str) -> dict[str, Any]:
         try:
-            service.interface(model, named(request))
+            service.models.interface(model, named(request))
         except HttpError as error:
             error.details = {"name": model, "ready": False}
             raise
@@ -174,7 +175,7 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
 
     @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
     async def config(request: Request, model: str) -> dict[str, Any]:
-        interface, name = service.interface(model, named(request)), service.name(model, named(request))
+        interface, name = service.models.interface(model, named(request)), service.models.name(model, named(request))
         plan = service.dispatching.plan
         hosts = plan.hosts_of(name) if plan is not None else ()
         batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == name), default=MAX_SAMPLES)
@@ -196,8 +197,8 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str) -> N
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
     async def statistics(request: Request, model: str) -> dict[str, Any]:
         version = named(request)
-        service.interface(model, version)
-        names = [versioned(model, each) for each in ([version] if version else service.versions(model))]
+        service.models.interface(model, version)
+        names = [versioned(model, each) for each in ([version] if version else service.models.versions(model))]
         models = await _all_counts(service)
         return {"model_stats": [_statistics(name, models[name]) for name in names]}
 

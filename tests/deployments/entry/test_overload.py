@@ -22,7 +22,8 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
 from tenuto.deployments.entry.http.exchange import Exchange, Head
-from tenuto.deployments.entry.service.inference import InferenceService, ReadingLag
+from tenuto.deployments.entry.service.inference import InferenceService
+from tenuto.deployments.entry.service.reading_lag import ReadingLag
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
 from tenuto.deployments.wire.tensors import Buffer

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3] / "deployments"
 
 # Refusals with 429 or 503 without a time, by module and function, and why they cannot pass by waiting.
 NEVER = {
-    "entry/service/inference.py: _ready": "the plan leaves the model unserved",
+    "entry/service/served_models.py: ready_interface": "the plan leaves the model unserved",
     "entry/protocols/embeddings.py: read_question": "the gateway's node cannot read the tokenizer",
     "entry/service/running_graph.py: _send_some": "the plan has the model no longer",
     "entry/service/running_graph.py: _send_request": "its inputs do not fit the model any more",
