@@ -1,5 +1,5 @@
-"""Faults of a GPU: Xid errors that the driver reports, and a log of recent faults of the GPU's server. All gpu-lets of
-the GPU share this log, so that they are not restarted without end."""
+"""Faults and health of a GPU: Xid errors that the driver reports, and a log of recent faults of the GPU's server. All
+gpu-lets of the GPU share this log, so that they are not restarted without end."""
 
 from __future__ import annotations
 

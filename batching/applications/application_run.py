@@ -1,5 +1,5 @@
 """One request of an application under way: which stages are due, by when their requests must be answered, and when
-the request is given up.
+the request is given up, because a stage lost a request that it may not lose (`allow_missing`).
 """
 
 from __future__ import annotations

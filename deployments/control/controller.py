@@ -1,7 +1,8 @@
 """The controller: observations and time go in, decisions with their reasons come out; no I/O, no clock, no randomness.
 
 Read it from `observe` down. Every look goes the same way. First the controller learns (`estimates`). Then it moves a
-change under way one step on (`change_state`), or looks for reasons to plan again and asks (`planner_requests`). A plan
+change under way one step on (`change_state`), or looks for reasons to plan again (overload, a lost GPU, notice of a
+spot node that ends, …) and asks (`planner_requests`). A plan
 comes back through `planned`, and becomes a change if it pays. The running gpu-lets serve all the while. When no plan
 comes, or it breaks a rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
 """

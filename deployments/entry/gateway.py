@@ -2,7 +2,8 @@
 where several gateways share it.
 
 Serve deploys, configures, health-checks and restarts it. Requests come to a socket of its own, on an event loop of its
-own (`tenuto.deployments.process.own_loop`). Serve's proxies lead nowhere.
+own (`tenuto.deployments.process.own_loop`). Serve's proxies lead nowhere. Its graceful shutdown (drain) is
+`Entry.close`; `tenuto serve` begins it on SIGTERM (`tenuto.deployments.process.foreground`).
 """
 
 from __future__ import annotations

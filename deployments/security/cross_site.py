@@ -1,5 +1,5 @@
-"""Protection of ports that ask for no key: pages of other sites must not reach them through a browser of this
-machine."""
+"""Protection of ports that ask for no key against requests of other sites (CSRF, cross-origin, DNS rebinding): their
+pages must not reach these ports through a browser of this machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The turns of the gateway's event loop. They bound how much work is done in one turn, however many clients ask at
-once, and say when the bytes arrived that are read in it."""
+"""Fairness among connections: the turns of the gateway's event loop. They bound how much work is done in one turn, so
+that no client starves the others, and say when the bytes arrived that are read in it."""
 
 from __future__ import annotations
 

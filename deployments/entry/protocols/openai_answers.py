@@ -1,5 +1,5 @@
-"""The answers of the protocols of generation, whole or as streams: OpenAI's completions and chats, and the generate
-extension of the Open Inference Protocol."""
+"""The answers of the protocols of generation, whole or as streams (server-sent events, SSE): OpenAI's completions and
+chats, and the generate extension of the Open Inference Protocol."""
 
 from __future__ import annotations
 
