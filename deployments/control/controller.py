@@ -106,9 +106,7 @@ class Controller:
         if request is None or request.number != number:
             return
         questions.out = None
-        if (
-            request.gpus != self._change_state.gpus
-        ):  # planned for other GPUs: the next look asks again for the same reasons
+        if request.gpus != self._change_state.gpus:  # the next look asks again for the same reasons
             questions.forget_answer()
             return
         reasons, self._reasons = self._reasons, {}
@@ -139,11 +137,8 @@ class Controller:
                 return
             self._mention(journal.weighed(Kind.KEPT, *weighed), *reasons)
             return
-        if (
-            Reason.LEAVING in reasons
-            and not self._ends_soon
-            and self._short(plan).keys() - self._short(self.plan).keys()
-        ):
+        waits = Reason.LEAVING in reasons and not self._ends_soon
+        if waits and self._short(plan).keys() - self._short(self.plan).keys():
             self._mention(journal.weighed(Kind.KEPT, *weighed, "what leaves serves until there is room, or no time"))
             return
         is_repeated, questions.is_repeated = questions.is_repeated, False
@@ -159,9 +154,8 @@ class Controller:
             if self.mode == "act":
                 self._change_state.apply(plan, line.text)
             return
-        is_saving = worth.only_saves and reasons.keys().isdisjoint(
-            {Reason.WORKLOAD, Reason.LEAVING}
-        )  # more is asked for
+        is_more = not reasons.keys().isdisjoint({Reason.WORKLOAD, Reason.LEAVING})
+        is_saving = worth.only_saves and not is_more
         obstacle = self._obstacle(saves_only=is_saving)
         if is_saving and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
@@ -184,9 +178,8 @@ class Controller:
         before, after = ({spec.name for spec in each.models} for each in (self._workload, workload))
         self._workload = workload
         self._estimates.set_workload(workload, self.plan)
-        self._reasons[Reason.WORKLOAD] = (
-            f"the workload changed ({', '.join(sorted(before ^ after) or ['its entries'])})"
-        )
+        changed = ", ".join(sorted(before ^ after) or ["its entries"])
+        self._reasons[Reason.WORKLOAD] = f"the workload changed ({changed})"
         self._questions.forget_answer()
         self._questions.out = None  # it asked about another workload
         self.advice = None
@@ -399,9 +392,8 @@ class Controller:
             new = [name for name in news.losing if name not in last.suffered]
             if new and not self._short(last.origin).keys() & set(new):
                 parts = listed(self._estimates.attainment.lost_part(new), "{:.1%}")
-                self._take_back(
-                    last, f"since the change more requests are lost than allowed: {parts}", last.stage.gpulets
-                )
+                why = f"since the change more requests are lost than allowed: {parts}"
+                self._take_back(last, why, last.stage.gpulets)
         failures = self._change_state.rate_limit.failures
         self._stuck(self._change_state.look(self._now_s, seen, self.rates.mean_rps))
         if self._change_state.rate_limit.failures > failures:
@@ -417,9 +409,8 @@ class Controller:
         before = {spec.name for spec in failed.origin.models}
         new = [spec.name for spec in self._workload.models if spec.is_tried and spec.name not in before]
         if new:
-            self.note(
-                LogLine(self._now_s, Kind.CANARY, f"{', '.join(new)} is removed: the change that brought it failed")
-            )
+            why = f"{', '.join(new)} is removed: the change that brought it failed"
+            self.note(LogLine(self._now_s, Kind.CANARY, why))
             self.edit(without(self._workload, new))
 
     def _judge_canaries(self, seen: Observation) -> None:
@@ -427,9 +418,8 @@ class Controller:
         confidence = self._settings.canary.confidence
         if self._canaries is None or confidence is None:
             return
-        tried = {
-            spec.name for spec in self._workload.models if spec.is_tried
-        }  # others may have been promoted meanwhile
+        # Others may have been promoted meanwhile.
+        tried = {spec.name for spec in self._workload.models if spec.is_tried}
         for verdict in self._canaries.observe(self.plan.models, seen.models):
             if verdict.name not in tried:
                 continue
@@ -652,9 +642,8 @@ class Controller:
     def _keep_on_standby(self, result: Proposal, why: str) -> None:
         """Apply the standby processes for the running plan. For a coming plan they are asked for once it runs."""
         is_kept = result.plan is None or not result.worth.pays
-        is_told = (
-            result.plan is not None and result.plan.gpulets == self.plan.gpulets
-        )  # only its rates change, right after this
+        # Only its rates change, right after this.
+        is_told = result.plan is not None and result.plan.gpulets == self.plan.gpulets
         if not self._wants_standby or not (is_kept or is_told) or self.mode != "act" or self.paused:
             return
         self._standby_of = self.plan.gpulets
