@@ -131,7 +131,8 @@ def run_bench(
     schedule = make_client_schedule(specs, applications, *arrivals)
     groups = by_model(models)
     stages = {app.name: tuple(stage.label for stage in app.stages) for app in applications}
-    shown = {spec.name: _metadata(options, spec, groups) for spec in specs if spec.slo is None}
+    texts = {app.name: _most_tokens(app, models) for app in applications if app.streams}
+    shown = {s.name: _metadata(options, s, groups) for s in specs if s.slo is None or s.name in stages}
     sized = [_with_sizes(spec, shown.get(spec.name, {}), options.bodies) for spec in specs]
     if sized != [*specs]:
         schedule = make_client_schedule(sized, applications, *arrivals)
@@ -141,14 +142,16 @@ def run_bench(
     tokens = sent.tokens
     targets = tuple(
         _generating(options, spec, tokens, has_versions=spec.model in groups)
-        if spec.slo is not None and tokens is not None
+        if spec.slo is not None and tokens is not None and spec.name not in stages
         else replace(
-            _target(options, spec, shown[spec.name], _largest(sent, index, spec)), stages=stages.get(spec.name, ())
+            _target(options, spec, shown[spec.name], _largest(sent, index, spec)),
+            stages=stages.get(spec.name, ()),
+            most_tokens=texts.get(spec.name, 0),
         )
         for index, spec in enumerate(sized)
     )
-    most_tokens = 0.0 if tokens is None else float(tokens.output.max(initial=1))
-    answers_s = max((target.slo.answer_ms(most_tokens) / 1000.0 for target in targets if target.slo), default=0.0)
+    longest = max([0 if tokens is None else int(tokens.output.max(initial=1)), *texts.values()])
+    answers_s = max((target.slo.answer_ms(longest) / 1000.0 for target in targets if target.slo), default=0.0)
     group = clients if clients is not None else _make_clients(options, cluster)
     interrupted = False
     queued: dict[int, int] = {}
@@ -273,7 +276,7 @@ def _result(
         rest = unsent(schedule.times_ms, schedule.model_index, except_requests=known, sizes=schedule.sizes)
         records = merge([records, rest])
     names = [target.name for target in targets]
-    generating = [target.name for target in targets if target.slo is not None]
+    generating = [target.name for target in targets if target.slo is not None and not target.stages]
     window = {"warmup_ms": begin_ms, "duration_ms": end_ms}
     summary = summarise(records, names, **window, applications=schedule.applications, generating=generating)
     slos_ms = [target.slo_ms if target.slo is None else target.slo.ttft_ms for target in targets]
@@ -402,8 +405,11 @@ def _target(
 ) -> ModelTarget:
     """Return a model to send requests to, the largest of which have the sizes `most`."""
     versioned = metadata["name"]
-    target = partial(ModelTarget, spec.name, spec.slo_ms * options.slo_scale, asked=versioned)
+    slo = None if spec.slo is None else spec.slo.scaled(options.slo_scale)
+    target = partial(ModelTarget, spec.name, spec.slo_ms * options.slo_scale, asked=versioned, slo=slo)
     generator = seed_for(options.seed, "payloads", spec.name)
+    if spec.name in options.bodies and slo is not None:
+        raise refused("--body", spec.name, "streams, which takes tensors", "Leave --body out for it.")
     if spec.name in options.bodies:
         hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
         bodies = read_bodies(options.bodies[spec.name], hooks)
@@ -418,11 +424,23 @@ def _target(
                 cure,
             )
     elif most:
-        made = SizedBodies(metadata, most, generator, binary=options.tensors == "binary")
+        is_binary = options.tensors == "binary"
+        made = SizedBodies(metadata, most, generator, binary=is_binary, is_streamed=slo is not None)
         return target(bodies=(), made=made)
     else:
         bodies = make_bodies(metadata, generator, binary=options.tensors == "binary")
-    return target(bodies=tuple(bodies))
+    return target(bodies=tuple(replace(body, is_streamed=slo is not None) for body in bodies))
+
+
+def _most_tokens(application: Application, models: Sequence[ModelSpec]) -> int:
+    """Return the most tokens of the text of an application that streams, as far as the plan says it."""
+    stage = application.streamed
+    assert stage is not None
+    if stage.parameters is not None and stage.parameters.max_tokens is not None:
+        return stage.parameters.max_tokens
+    generates = next(spec.generates for spec in models if spec.name == application.model_name(stage))
+    lengths = None if generates is None else generates.output_tokens
+    return int(lengths.most) if lengths is not None and lengths.most < math.inf else 1
 
 
 def _generating(options: BenchOptions, spec: ModelSpec, tokens: RequestTokens, *, has_versions: bool) -> ModelTarget:

@@ -70,9 +70,9 @@ class Run:
 
     @property
     def token_slos(self) -> dict[str, TokenSlo]:
-        """The two bounds by which each model that generates was judged."""
+        """The two bounds by which each model that generates was judged, and each application that streams."""
         stated: Mapping[str, Any] = self.document.get("token_slos") or {}  # absent before models could generate
-        return {name: TokenSlo(**slo) for name, slo in stated.items() if name in self.document["models"]}
+        return {name: TokenSlo(**slo) for name, slo in stated.items() if name in self.names}
 
     @property
     def label(self) -> str:

@@ -21,6 +21,7 @@ from tenuto.loadgen.schedule import Schedule
 from tenuto.loadgen.verdict import add_size_classes
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.placement.workload import client_targets
 
 _OURS = ("result.json", "requests.parquet", "timeline.csv", "schedule.npz", "report.html")
 
@@ -47,7 +48,9 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
             spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]
         },
         "token_slos": {
-            spec.name: spec.slo.scaled(options.slo_scale).model_dump() for spec in plan.models if spec.slo is not None
+            spec.name: spec.slo.scaled(options.slo_scale).model_dump()
+            for spec in client_targets(plan.models, plan.applications)
+            if spec.slo is not None
         },
         "schedule_hash": result.schedule.hash,
         "schedule_notes": [*result.schedule.notes, *result.notes],

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 @dataclass(frozen=True, slots=True)
 class Body:
     """One request in a form of the Open Inference Protocol: JSON of `json_length` bytes with raw tensors behind it, or
-    JSON alone (None). With `is_raw` it is what the model's hooks read. With `is_streamed` it is JSON for OpenAI's
-    /v1/completions, which asks for a stream.
+    JSON alone (None). With `is_raw` it is what the model's hooks read. With `is_prompt` it is JSON for OpenAI's
+    /v1/completions, which asks for a stream. With `is_streamed` its answer is a stream, too.
 
     `hooks`: the model's own, for senders without a server that runs them.
     """
@@ -21,6 +21,7 @@ class Body:
     data: bytes
     json_length: int | None = None
     is_raw: bool = False
+    is_prompt: bool = False
     is_streamed: bool = False
     hooks: str | None = None
 

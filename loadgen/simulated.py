@@ -313,7 +313,12 @@ class SimulatedRun:
             "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
             "errors": [],
             "slos_ms": slos,
-            "token_slos": {names[index]: slo.model_dump() for index, slo in result.token_slos.items()},
+            "token_slos": {names[index]: slo.model_dump() for index, slo in result.token_slos.items()}
+            | {
+                app.name: slo.model_dump()
+                for app, slo in zip(self.load.applications, self.load.slos, strict=True)
+                if slo is not None
+            },
             "schedule_hash": self.schedule.hash,
             "schedule_notes": list(self.schedule.notes),
             "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
@@ -369,6 +374,7 @@ def _records_of_clients(records: Records, schedule: Schedule, load: ApplicationL
     calls = unsent(schedule.times_ms, schedule.model_index, except_requests=alone.request, sizes=schedule.sizes)
     calls.sent_ms, calls.answered_ms = calls.scheduled_ms, joins.answered_ms
     calls.outcome, calls.stage_ms = joins.outcome, joins.stage_ms
+    calls.first_token_ms, calls.output_tokens = joins.first_ms, joins.tokens
     calls.status = np.array([outcome.http_status for outcome in Outcome], np.int32)[joins.outcome]
     return merge([alone, calls])
 

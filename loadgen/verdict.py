@@ -60,10 +60,12 @@ def summarise(
     length_s = (duration_ms - warmup_ms) / 1000.0
     ok = int((measured.outcome == Outcome.OK).sum())
     by_name = {name: measured.where(measured.model == index) for index, name in enumerate(names)}
-    rows = {
-        application.name: application_figures(by_name.pop(application.name), application, length_s)
-        for application in applications
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    for application in applications:
+        mine = by_name.pop(application.name)
+        rows[application.name] = application_figures(mine, application, length_s)
+        if application.streams:
+            rows[application.name] |= _tokens(mine.where(mine.status == 200), length_s)
     models = {name: _model(mine) for name, mine in by_name.items()}
     for name in models.keys() & set(generating):
         models[name] |= _tokens(by_name[name].where(by_name[name].status == 200), length_s)

@@ -114,6 +114,9 @@ class Application(StrictModel):
 
     The answer has the `outputs` by name, each an output of a stage (`detect.boxes`), or what a function makes. By
     default it has all outputs of the only last stage; with several last stages they are named `stage.output`.
+
+    One that `streams` has a last stage that generates. Its answer is due by its first token, in `slo_ms`; further
+    tokens have the time that the stage's model allows them.
     """
 
     name: _NAME
@@ -122,6 +125,7 @@ class Application(StrictModel):
     arrival: Arrival = Arrival()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=MOST_STAGES)]
     outputs: str | dict[str, str] | None = None  # package.module:function, or by name
+    streams: bool = False
 
     @field_validator("outputs", mode="before")
     @classmethod
@@ -166,6 +170,9 @@ class Application(StrictModel):
             if unused:
                 cure = "Name one of its outputs in `outputs`, let a stage come after it, or remove it."
                 raise Fault(f"nothing uses stage '{unused[0]}'", cure)
+        if self.streams and (self.streamed is None or isinstance(self.outputs, str)):
+            rule = "`streams`, and does not end in one text: it has a function as `outputs`, or not one last request"
+            raise Fault(rule, "End it in one stage that generates, with `most: 1` beside its `map`.")
         return self
 
     def _reference_problems(self) -> Iterator[Problem]:
@@ -213,6 +220,12 @@ class Application(StrictModel):
         """The stages that no other comes after."""
         waited_for = {label for stage in self.stages for label in stage.after}
         return tuple(stage for stage in self.stages if stage.label not in waited_for)
+
+    @property
+    def streamed(self) -> Stage | None:
+        """The stage whose text is streamed: the only last one, of one request; None if there is none."""
+        last = self.last_stages
+        return last[0] if self.streams and len(last) == 1 and last[0].most_requests == 1 else None
 
     # --- the split of the deadline ------------------------------------------------------------------------------------
 

@@ -79,13 +79,15 @@ def least_budgets(
     choices: Mapping[str, Sequence[BatchChoice]],
     affordable: Callable[[float], float],
     more: float = 0.0,
+    writing_ms: Mapping[str, float] | None = None,
 ) -> tuple[float, dict[str, float]] | None:
     """Return the least cost with which every path of every application ends within its SLO, and budgets of the models
     in ms that keep this; None if there are none.
 
     As much may be spent as is `affordable` where that is the least cost, and at least the part `more` above it. Of all
     budgets that keep this, those are returned that leave the model with the shortest spare time the longest one, as it
-    may wait for the batches of others on its GPUs.
+    may wait for the batches of others on its GPUs. `writing_ms` is by model what it writes behind its first token, for
+    which a stream does not wait.
     """
     rows, costs, most = Rows(), list[float](), list[float]()
 
@@ -106,11 +108,14 @@ def least_budgets(
     for application in applications:
         ends = {stage.label: column(0.0, application.slo_ms) for stage in application.stages}
         for stage in application.stages:
-            own = [ends[stage.label], budgets[application.model_name(stage)]]
+            name = application.model_name(stage)
+            own, least_ms = [ends[stage.label], budgets[name]], 0.0
+            if stage == application.streamed:
+                least_ms = -(writing_ms or {}).get(name, 0.0)
             for before in stage.after:
-                rows.add([*own, ends[before]], [1.0, -1.0, -1.0], math.inf, 0.0)
+                rows.add([*own, ends[before]], [1.0, -1.0, -1.0], math.inf, least_ms)
             if not stage.after:
-                rows.add(own, [1.0, -1.0], math.inf, 0.0)
+                rows.add(own, [1.0, -1.0], math.inf, least_ms)
     whole += [False] * (len(costs) - len(whole))
     least = [0.0] * len(costs)
     x = integer_program(costs, rows, least, most, whole, gap=_GAP).x
@@ -138,6 +143,8 @@ class _Split:
         known = [a for a in workload.applications if all(self._costs.get(a.model_name(s)) for s in a.stages)]
         self.free = [application for application in known if not is_split(application)]
         self.names = [*dict.fromkeys(application.model_name(s) for application in known for s in application.stages)]
+        slos = ((spec, spec.slo) for spec in workload.models)
+        self.writing_ms = {spec.name: spec.slo_ms - slo.ttft_ms for spec, slo in slos if slo is not None}
         self._limits_ms = dict.fromkeys(self.names, math.inf)
         for spec in (self._specs[name] for name in self.names):
             if spec.alone is not None and spec.alone.slo_ms is not None:
@@ -155,7 +162,9 @@ class _Split:
         choices: dict[str, list[BatchChoice]] = {}
         for patience in _PATIENCE:
             choices = {name: self._choices(name, patience, (times or {}).get(name, 1.0)) for name in self.names}
-            least = least_budgets(self.free, choices, lambda cost: _affordable(cost, self._cluster), more)
+            least = least_budgets(
+                self.free, choices, lambda cost: _affordable(cost, self._cluster), more, self.writing_ms
+            )
             if least is not None:
                 return least
         fastest = [of[0] for of in choices.values()]
@@ -184,7 +193,8 @@ def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles, mo
     if not split.free:
         return workload
     needs_ms = split.least_budgets(more)[1]
-    return workload.with_budgets([_dealt_out(a, needs_ms) if a in split.free else a for a in workload.applications])
+    dealt_out = (_dealt_out(a, needs_ms, split.writing_ms) if a in split.free else a for a in workload.applications)
+    return workload.with_budgets([*dealt_out])
 
 
 def savings(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[str, float]:
@@ -248,13 +258,16 @@ def _affordable(cost: float, cluster: Cluster) -> float:
     return _BUSY * sum(prices[gpu.type] for gpu in cluster.gpus)
 
 
-def _dealt_out(application: Application, needs_ms: Mapping[str, float]) -> Application:
+def _dealt_out(
+    application: Application, needs_ms: Mapping[str, float], writing_ms: Mapping[str, float] | None = None
+) -> Application:
     """Return the application with the budgets that its stages need, and the time that is left on their paths."""
-    for number in range(_ROUNDS):
-        budgets = [
-            needs_ms[application.model_name(stage)] if not number else application.budget_ms(stage)
-            for stage in application.stages
-        ]
+    budgets = [needs_ms[application.model_name(stage)] for stage in application.stages]
+    if application.streamed is not None:
+        name = application.model_name(application.streamed)
+        budgets[application.stages.index(application.streamed)] -= (writing_ms or {}).get(name, 0.0)
+    for _ in range(_ROUNDS):
         stages = [s.model_copy(update={"budget_ms": ms}) for s, ms in zip(application.stages, budgets, strict=True)]
         application = application.model_copy(update={"stages": tuple(stages)})
+        budgets = [application.budget_ms(stage) for stage in application.stages]
     return application

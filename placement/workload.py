@@ -323,6 +323,11 @@ class Workload(StrictModel):
                 elif stage.shared and spec.is_tried:
                     cure = "Ask the version that takes the rest."
                     yield Problem(f"{path}.model", stage.model, "is a version on trial, which may be taken back", cure)
+                elif stage == application.streamed and spec.generates is None:
+                    cure = "Remove `streams`, or end in a stage that generates."
+                    yield Problem(
+                        f"{path}.model", stage.model, "is the last stage of a stream, and does not generate", cure
+                    )
                 elif stage.parameters is not None and spec.generates is None:
                     cure = "Leave `parameters` out, or give `generates` and `slo`."
                     yield Problem(f"{path}.parameters", stage.model, "does not generate", cure)
@@ -509,15 +514,18 @@ def own_demands(models: Iterable[ModelSpec], applications: Iterable[Application]
 
 def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> list[ModelSpec]:
     """Return the models that clients ask by themselves, and behind them the applications, which clients ask as they ask
-    models."""
+    models. Those that stream have an `slo`, whose TTFT is theirs."""
     by_name = {spec.name: spec for spec in models}
     targets = own_demands(models, applications)
     for app in applications:
         first = [by_name[app.model_name(stage)] for stage in app.stages if not stage.after]
         sizes = {name: lengths for spec in first for name, lengths in spec.sizes.items()}
-        targets.append(
-            ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival, sizes=sizes)
-        )
+        spec = ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival, sizes=sizes)
+        writes = None if app.streamed is None else by_name[app.model_name(app.streamed)].slo
+        if writes is not None:
+            slo = TokenSlo(ttft_ms=app.slo_ms, tpot_ms=writes.tpot_ms)
+            spec = spec.model_copy(update={"slo": slo})
+        targets.append(spec)
     return targets
 
 

@@ -15,7 +15,8 @@ class GraphStage:
     """A stage of an application.
 
     `model` is the one that its requests ask. `before` and `later` are the stages that it waits for and that wait for
-    it. `count` is the mean number of its requests. `budget_ms` is its planned part of the deadline.
+    it. `count` is the mean number of its requests. `budget_ms` is its planned part of the deadline. Of one that is
+    streamed, the first token counts as its end.
     """
 
     label: str
@@ -25,6 +26,7 @@ class GraphStage:
     count: float
     budget_ms: float
     allow_missing: bool = False
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ApplicationGraph:
                 stage.count,
                 application.budget_ms(stage),
                 stage.allow_missing,
+                stage == application.streamed,
             )
             for stage in application.stages
         )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from tenuto.batching.applications.application_graph import ApplicationGraph
 from tenuto.batching.applications.application_run import ApplicationRun
 from tenuto.batching.applications.stage_times import StageTimes
-from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.application import Application, Stage, in_order
+from tenuto.placement.generates import TokenSlo
 from tenuto.placement.generation_capacity import with_lengths
 
 
@@ -42,6 +43,7 @@ class ApplicationLoad:
     applications: tuple[Application, ...]
     tokens: RequestTokens | None = None  # of each request, when a model generates
     sizes: NDArray[np.int64] | None = None  # a row for each request, when requests of a model vary in size
+    slos: tuple[TokenSlo | None, ...] = ()  # of each application that streams
 
     @property
     def planned(self) -> int:
@@ -53,7 +55,8 @@ class Joins:
     """Runs the applications of a load on the engine of virtual time (`tenuto.batching.virtual.engine.Follows`).
 
     By call, `outcome` is FAILED as long as it has not ended, `answered_ms` is NaN unless it got all answers, and
-    `stage_ms` is how long each stage took from when it was due, NaN if it is not complete.
+    `stage_ms` is how long each stage took from when it was due, NaN if it is not complete. `first_ms` is when the first
+    token of a stream came, and `tokens` how many it has; NaN and 0 for others.
     """
 
     def __init__(
@@ -84,7 +87,8 @@ class Joins:
         self._first_ms: dict[int, float | None] = {}  # deadlines of the first requests of the call that began last
         self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
         self.outcome = np.full(len(load.calls), Outcome.FAILED, np.int8)
-        self.answered_ms = np.full(len(load.calls), np.nan)
+        self.answered_ms, self.first_ms = (np.full(len(load.calls), np.nan) for _ in range(2))
+        self.tokens = np.zeros(len(load.calls), np.int64)
         self.stage_ms = np.full(
             (len(load.calls), max((len(graph.stages) for graph in self._graphs), default=0)), np.nan
         )
@@ -110,19 +114,32 @@ class Joins:
         return self._first_ms[request]
 
     def whole_by_ms(self, request: int) -> float | None:
-        """Return when a stage must have the whole answer of a request; None for a request that is no stage's."""
-        run = self._runs.get(self._owner[request])
-        return None if run is None else run.latest_end_ms(self._stage[request])
+        """Return when a stage must have the whole answer of a request, INF where it is streamed; None for a request
+        that is no stage's."""
+        run, stage = self._runs.get(self._owner[request]), self._stage[request]
+        if run is None:
+            return None
+        return INF if run.graph.stages[stage].is_streamed else run.latest_end_ms(stage)
 
-    def answered(self, requests: Iterable[int], now_ms: float) -> list[tuple[int, float | None]]:
+    def answered(
+        self, requests: Iterable[int], now_ms: float, first_ms: Mapping[int, float] | None = None
+    ) -> list[tuple[int, float | None]]:
         """Return the requests that are due because these were answered, each with its deadline in ms, and those that
-        are withdrawn, with None."""
+        are withdrawn, with None. `first_ms`: when their first tokens came, of those that were generated."""
         changes: list[tuple[int, float | None]] = []
         for request in requests:
-            run = self._runs.get(self._owner[request])
+            call, stage = self._owner[request], self._stage[request]
+            run = self._runs.get(call)
             if run is not None:
-                self._sent[self._owner[request]].discard(request)
-                changes += self._send_due(run, self._owner[request], run.answered(self._stage[request], now_ms), now_ms)
+                self._sent[call].discard(request)
+                at_ms = now_ms
+                if run.graph.stages[stage].is_streamed and self._load.tokens is not None:
+                    at_ms = (first_ms or {}).get(request, now_ms)
+                    self.first_ms[call], self.tokens[call] = (
+                        at_ms + self._response_ms,
+                        self._load.tokens.output[request],
+                    )
+                changes += self._send_due(run, call, run.answered(stage, at_ms), now_ms)
         return changes
 
     def given_up(self, requests: Iterable[int], outcome: Outcome, now_ms: float) -> list[tuple[int, float | None]]:
@@ -161,12 +178,20 @@ class Joins:
                 deadline_ms = run.deadline_ms(stage, now)
                 changes += [(row, deadline_ms) for row in rows]
         if run.is_complete:
-            at_ms = self.answered_ms[call] = now + self._response_ms
-            is_late = at_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS
-            self._end(run, call, Outcome.LATE if is_late else Outcome.OK)
+            self.answered_ms[call] = now + self._response_ms
+            self._end(run, call, Outcome.LATE if self._is_late(run, call) else Outcome.OK)
         else:
             self._sent[call].update(row for row, _ in changes)
         return changes
+
+    def _is_late(self, run: ApplicationRun, call: int) -> bool:
+        """Say whether an answer missed its deadline: of a stream, the first token, or the mean time of further ones."""
+        last_ms, first_ms, tokens = self.answered_ms[call], self.first_ms[call], self.tokens[call]
+        slo = self._load.slos[self._load.calls[call][0]] if tokens else None
+        if slo is None:
+            return bool(last_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS)
+        is_slow = last_ms - first_ms > (slo.tpot_ms + TIME_TOLERANCE_MS) * (tokens - 1)
+        return bool(is_slow or first_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS)
 
     def _end(self, run: ApplicationRun, call: int, outcome: Outcome) -> list[tuple[int, float | None]]:
         """Return the requests of a call that is over, to withdraw them."""
@@ -250,6 +275,7 @@ def make_application_load(
         applications=tuple(applications),
         tokens=_tokens(models, applications, target_index[entry] - len(alone), stage_index[order], sent, draws),
         sizes=_sizes_of(models, blocks)[order] if any(spec.sizes for spec in models) else None,
+        slos=tuple(spec.slo for spec in targets[len(alone) :]),
     )
 
 

@@ -7,7 +7,7 @@ the same schedule and systems give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Protocol
@@ -49,11 +49,14 @@ class Follows(Protocol):
         anything."""
 
     def whole_by_ms(self, request: int) -> float | None:
-        """Return when the whole answer of a request to a model that generates must be there, or it is given up; None:
-        the SLO of the model counts."""
+        """Return when the whole answer of a request to a model that generates must be there, or it is given up: INF
+        where only its first token is due, at its deadline. None: the SLO of the model counts."""
 
-    def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float | None]]:
-        """Take note that these requests were answered."""
+    def answered(
+        self, requests: Sequence[int], now_ms: float, first_ms: Mapping[int, float]
+    ) -> Sequence[tuple[int, float | None]]:
+        """Take note that these requests were answered. `first_ms`: when the first token of each came that was
+        generated."""
 
     def given_up(self, requests: Sequence[int], outcome: Outcome, now_ms: float) -> Sequence[tuple[int, float | None]]:
         """Take note that these requests get no answer."""
@@ -234,7 +237,9 @@ class Engine:
                 elif gpulet < 0:
                     if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at
-                        self._answer(self.replicas.advance(now, -1 - gpulet), now)
+                        self._answer(
+                            self.replicas.advance(now, -1 - gpulet), now, self.replicas.steps[-1 - gpulet].first_ms
+                        )
                         if self._offline is not None:
                             self.replicas.refill(now, self._offline)
                 else:
@@ -250,7 +255,7 @@ class Engine:
                         scheduler.batch_done(now, gpulet - first)
                     if batch_ended is not None:
                         batch_ended(now, gpulet, batch)
-                    self._answer(batch.ids, now)
+                    self._answer(batch.ids, now, {})
             elif wake_at < until:
                 now = max(now, wake_at)
                 scheduler.wake(now)
@@ -276,11 +281,13 @@ class Engine:
 
     def _write(self, now: float, model: int, request: int) -> None:
         """Let an answer be generated, or given up when it must be there."""
-        due_ms = None
-        if self._follows is not None and (last_ms := self._follows.whole_by_ms(request)) is not None:
-            due_ms = float(self.deadlines_ms[request])
+        last_ms = None if self._follows is None else self._follows.whole_by_ms(request)
+        if last_ms is None:
+            self.replicas.add(now, model, request)
+            return
+        if last_ms < INF:
             heappush(self.gpulets.events, (max(now, last_ms), _GIVEN_UP, request))
-        self.replicas.add(now, model, request, due_ms)
+        self.replicas.add(now, model, request, float(self.deadlines_ms[request]), is_whole=last_ms < INF)
 
     def stop_writing(self, now: float, gpulets: Collection[str]) -> None:
         """End replicas that are lost; their sequences begin anew elsewhere, as their tokens are read again there."""
@@ -318,10 +325,10 @@ class Engine:
             return self._rehearsals.status()
         return None if self.scheduler is None else self.scheduler.status()
 
-    def _answer(self, requests: Sequence[int], now: float) -> None:
+    def _answer(self, requests: Sequence[int], now: float, first_ms: Mapping[int, float]) -> None:
         """Do what follows on answers."""
         if self._follows is not None and requests:
-            self._follow(self._follows.answered(requests, now), now)
+            self._follow(self._follows.answered(requests, now, first_ms), now)
 
     def _follow(self, requests: Sequence[tuple[int, float | None]], now: float) -> None:
         """Add the requests that have a deadline, and withdraw the others."""

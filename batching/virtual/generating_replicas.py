@@ -32,15 +32,15 @@ class GeneratingReplica:
     rate_rps: float
 
     def bounds_ms(
-        self, now: float, arrived_ms: float, output_tokens: int, whole_by_ms: float | None
+        self, now: float, arrived_ms: float, output_tokens: int, due_ms: float | None, *, is_whole: bool
     ) -> tuple[float, float]:
-        """Return when a first token is due, and the time for each further one. The whole answer may be due at a
-        time."""
+        """Return when a first token is due, and the time for each further one. The whole answer may be due at a time,
+        or the first token."""
         if self.slo is None:
             return INF, INF
-        if whole_by_ms is None:
-            return arrived_ms + self.slo.ttft_ms, self.slo.tpot_ms
-        slo = self.slo.within(max(whole_by_ms - now, TIME_TOLERANCE_MS), min(self.output_tokens, output_tokens))
+        if due_ms is None or not is_whole:
+            return arrived_ms + self.slo.ttft_ms if due_ms is None else due_ms, self.slo.tpot_ms
+        slo = self.slo.within(max(due_ms - now, TIME_TOLERANCE_MS), min(self.output_tokens, output_tokens))
         return now + slo.ttft_ms, slo.tpot_ms
 
 
@@ -96,14 +96,14 @@ class GeneratingReplicas:
             self._known[key], self._replicas[place].rate_rps = (planned, place), planned.rate_rps
             self.by_model.setdefault(planned.model, []).append(place)
 
-    def add(self, now: float, model: int, request: int, whole_by_ms: float | None = None) -> None:
-        """Let the emptiest replica generate the answer, or the next one where that refuses it. `whole_by_ms`: when the
-        whole answer is due; None: the SLO of the model counts."""
+    def add(self, now: float, model: int, request: int, due_ms: float | None = None, *, is_whole: bool = False) -> None:
+        """Let the emptiest replica generate the answer, or the next one where that refuses it. `due_ms`: when its first
+        token is due, or the whole answer (`is_whole`); None: the SLO of the model counts."""
         ready = [place for place in self.by_model[model] if self.is_ready(self._replicas[place].gpulet)]
         outcome = Outcome.REJECTED if ready else Outcome.FAILED
         for _ in range(min(TRIES, len(ready))):
             loads = ((self.steps[place].scheduler.sequences, self._replicas[place].rate_rps) for place in ready)
-            if self._try_replica(now, ready.pop(emptiest(loads)), request, whole_by_ms):
+            if self._try_replica(now, ready.pop(emptiest(loads)), request, due_ms, is_whole=is_whole):
                 return
         self._lose(now, outcome, (request,))
 
@@ -118,18 +118,18 @@ class GeneratingReplicas:
                     if steps.due_ms != due_ms:
                         heappush(self._events, (steps.due_ms, -1 - place, 0))
 
-    def _try_replica(self, now: float, place: int, request: int, whole_by_ms: float | None) -> bool:
+    def _try_replica(self, now: float, place: int, request: int, due_ms: float | None, *, is_whole: bool) -> bool:
         replica, steps, tokens = self._replicas[place], self.steps[place], self._tokens
         if tokens is None:
             raise ValueError(f"request {request} is for a model that generates: give the tokens of all requests.")
-        due_ms = steps.due_ms
+        ends_ms = steps.due_ms
         lengths = int(tokens.prompt[request]), int(tokens.output[request])
-        bounds_ms = replica.bounds_ms(now, float(self._times_ms[request]), lengths[1], whole_by_ms)
+        bounds_ms = replica.bounds_ms(now, float(self._times_ms[request]), lengths[1], due_ms, is_whole=is_whole)
         refusal = steps.add(now, request, *lengths, *bounds_ms)
         if refusal is None:
             self._places[request] = place
         self._lose_expired(now, steps)
-        if steps.due_ms != due_ms:
+        if steps.due_ms != ends_ms:
             heappush(self._events, (steps.due_ms, -1 - place, 0))
         return refusal is None
 

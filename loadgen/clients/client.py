@@ -32,7 +32,8 @@ _KINDS_OF_ERROR = 50  # limit: kinds of errors that are counted apart
 @dataclass(frozen=True)
 class ModelTarget:
     """A model or an application to send requests to, with `bodies` in turn; or with bodies that are made for each
-    request, as large as it is. One that generates has an `slo`."""
+    request, as large as it is. One that generates or streams has an `slo`; `most_tokens` are those of a stream of which
+    the schedule does not say how long each is."""
 
     name: str
     slo_ms: float
@@ -41,6 +42,7 @@ class ModelTarget:
     made: Prompts | SizedBodies | None = None
     slo: TokenSlo | None = None
     stages: tuple[str, ...] = ()  # of an application
+    most_tokens: int = 0
 
     def outcome(self, reply: Reply, latency_ms: float) -> Outcome:
         """Return the outcome of an answer with its latency from the scheduled time. Of a stream both bounds count."""
@@ -70,8 +72,9 @@ class ClientJob:
 
     def answer_s(self, row: int) -> float:
         """Return how long a stream may take by its SLO; 0 for other requests."""
-        slo, tokens = self.targets[self.schedule.model_index[row]].slo, self.schedule.tokens
-        return 0.0 if slo is None or tokens is None else slo.answer_ms(float(tokens.output[row])) / 1000.0
+        target, tokens = self.targets[self.schedule.model_index[row]], self.schedule.tokens
+        count = target.most_tokens if target.stages or tokens is None else int(tokens.output[row])
+        return 0.0 if target.slo is None else target.slo.answer_ms(float(count)) / 1000.0
 
 
 @dataclass
@@ -239,7 +242,7 @@ class Client:
         schedule, tokens = self._job.schedule, self._job.schedule.tokens
         target = self._job.targets[schedule.model_index[row]]
         assert target.made is not None
-        if target.slo is not None and tokens is not None:
+        if target.slo is not None and tokens is not None and not target.stages:
             lengths = [int(tokens.prompt[row]), int(tokens.output[row])]
         else:
             assert schedule.sizes is not None

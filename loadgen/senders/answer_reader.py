@@ -14,7 +14,8 @@ from tenuto.loadgen.sender import Reply
 
 
 class AnswerReader:
-    """Reads one HTTP answer after the other. The body of a stream is server-sent events of OpenAI's completions."""
+    """Reads one HTTP answer after the other. The body of a stream is server-sent events of OpenAI's completions, or of
+    the generate extension."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -77,12 +78,13 @@ class AnswerReader:
         reply = self._reply
         if "error" in event:  # amid a stream it is the last event, behind status 200
             error = event["error"]
-            reply.status, reply.error = 0, f"the stream broke off: {error.get('message', error)}"
-        elif event["choices"]:
+            reason = error.get("message", error) if isinstance(error, dict) else error  # the former is OpenAI's form
+            reply.status, reply.error = 0, f"the stream broke off: {reason}"
+        elif event.get("choices") or "text_output" in event:
             self._first_at = now if self._first_at is None else self._first_at
             reply.writing_ms = (now - self._first_at) * 1000.0
             reply.tokens += 1
-        if usage := event.get("usage"):
+        if usage := event.get("usage") or event.get("parameters", {}).get("usage"):
             reply.tokens = usage["completion_tokens"]  # an event may have several tokens, and the last has none
 
     def on_message_complete(self) -> None:

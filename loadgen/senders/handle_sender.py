@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from tenuto.deployments.entry.http.exchange import HttpError
@@ -16,8 +17,8 @@ from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError, UnavailableError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-# model; parts and sizes, or a prompt; SLO in ms
-Prepared = tuple[str, tuple[list[Any], tuple[int, ...]] | Body, float | None]
+# model; parts and sizes, or a prompt; SLO in ms; whether the answer is a stream
+Prepared = tuple[str, tuple[list[Any], tuple[int, ...]] | Body, float | None, bool]
 
 
 class HandleSender:
@@ -43,8 +44,8 @@ class HandleSender:
             EnvironmentFaultError: the model cannot be asked, or the body does not fit it.
         """
         assert self._handle is not None
-        if body.is_streamed:
-            return model, body, slo_ms
+        if body.is_prompt:
+            return model, body, slo_ms, True
         try:
             name, _, version = model.partition(":")
             interface = self._handle.interface(name, version or None)
@@ -57,36 +58,32 @@ class HandleSender:
                 parts, sizes = read.parts[0], read.header.sizes
         except (HttpError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
-        return model, ([part.data for part in parts], sizes), slo_ms
+        return model, ([part.data for part in parts], sizes), slo_ms, body.is_streamed
 
     def send(self, prepared: Prepared, request_id: str, token: int) -> None:
         """Send with the next bundle."""
         assert self._handle is not None
-        model, parts, slo_ms = prepared
+        model, parts, slo_ms, is_streamed = prepared
         name, _, version = model.partition(":")
-        if isinstance(parts, Body):
-            task = asyncio.ensure_future(self._write(self._handle, name, parts, request_id, token, slo_ms))
+        if is_streamed:
+            stream: AsyncGenerator[Any]
+            if isinstance(parts, Body):
+                stream = _tokens(self._handle, name, parts, request_id, slo_ms)
+            else:
+                stream = self._handle.stream_parts(name, *parts, slo_ms, request_id)
+            task = asyncio.ensure_future(self._read(stream, token))
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             return
+        assert not isinstance(parts, Body)
         future = self._handle.submit(name, parts[0], slo_ms, request_id, version or None, parts[1])
         future.add_done_callback(functools.partial(self._answered, token))
 
-    async def _write(
-        self, handle: TenutoHandle, model: str, body: Body, request_id: str, token: int, ttft_ms: float | None
-    ) -> None:
-        question = json.loads(body.data)
+    async def _read(self, stream: AsyncGenerator[Any], token: int) -> None:
+        """Read a stream of tokens to its end."""
         reply, first_at = Reply(200), math.nan
         try:
-            async for _ in handle.generate_tokens(
-                model,
-                question["prompt"],
-                max_tokens=question["max_tokens"],
-                temperature=1.0,  # what OpenAI's interface takes where nothing is said
-                seed=question["seed"],
-                slo_ms=ttft_ms,
-                request_id=request_id,
-            ):
+            async for _ in stream:
                 now = time.monotonic()
                 first_at = first_at if reply.tokens else now
                 reply.tokens += 1
@@ -123,3 +120,19 @@ class HandleSender:
             for task in self._streams:
                 task.cancel()
             self._closing = asyncio.ensure_future(self._handle.close())
+
+
+def _tokens(
+    handle: TenutoHandle, model: str, body: Body, request_id: str, ttft_ms: float | None
+) -> AsyncGenerator[int]:
+    """Ask a model that generates."""
+    question = json.loads(body.data)
+    return handle.generate_tokens(
+        model,
+        question["prompt"],
+        max_tokens=question["max_tokens"],
+        temperature=1.0,  # what OpenAI's interface takes where nothing is said
+        seed=question["seed"],
+        slo_ms=ttft_ms,
+        request_id=request_id,
+    )

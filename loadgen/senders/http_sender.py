@@ -142,8 +142,9 @@ class HttpSender:
             headers["X-SLO-Ms"] = f"{slo_ms:g}"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        path = f"/predict/{path_of(model)}" if body.is_raw else f"/v2/models/{path_of(model)}/infer"
-        if body.is_streamed:
+        action = "generate_stream" if body.is_streamed else "infer"
+        path = f"/predict/{path_of(model)}" if body.is_raw else f"/v2/models/{path_of(model)}/{action}"
+        if body.is_prompt:
             path = "/v1/completions"
         line, rest = post_bytes(path, body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,17 @@ class SizedBodies:
     that the bodies of all sizes together take the memory of the largest."""
 
     def __init__(
-        self, metadata: Mapping[str, Any], most: Mapping[str, int], generator: np.random.Generator, *, binary: bool
+        self,
+        metadata: Mapping[str, Any],
+        most: Mapping[str, int],
+        generator: np.random.Generator,
+        *,
+        binary: bool,
+        is_streamed: bool = False,
     ) -> None:
         """Draw the tensors. Arguments and errors are those of `make_bodies`; `most` has the largest size that a body
-        will have, by name, in the order of `body`."""
+        will have, by name, in the order of `body`. `is_streamed`: answers are streams."""
+        self._is_streamed = is_streamed
         self._model, self._names, self._binary = metadata["name"], tuple(most), binary
         self._inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
         self._long: list[np.ndarray[Any, Any]] = []
@@ -86,7 +94,7 @@ class SizedBodies:
             long[start : start + math.prod(shape)].reshape(shape)
             for long, shape in zip(self._long, shapes, strict=True)
         ]
-        return _body(self._inputs, pieces, binary=self._binary)
+        return replace(_body(self._inputs, pieces, binary=self._binary), is_streamed=self._is_streamed)
 
 
 class Prompts:
@@ -119,7 +127,7 @@ class Prompts:
         }
         begin, end = self._begins[[start, start + prompt_tokens]].tolist()
         return Body(
-            b'%b,"prompt":[%b]}' % (json.dumps(question).encode()[:-1], self._text[begin : end - 1]), is_streamed=True
+            b'%b,"prompt":[%b]}' % (json.dumps(question).encode()[:-1], self._text[begin : end - 1]), is_prompt=True
         )
 
 

@@ -74,7 +74,8 @@ def print_run(summary: Mapping[str, Any]) -> None:
                 for name, row in summary["models"].items()
             ),
         )
-    writing = {name: row for name, row in summary["models"].items() if "mean_ttft_ms" in row}
+    rows = {**summary["models"], **(summary.get("applications") or {})}
+    writing = {name: row for name, row in rows.items() if "mean_ttft_ms" in row}
     if writing:
         print_table(
             ("generates", *TOKEN_FIGURES.values()),

@@ -88,7 +88,7 @@ class FakeServer:
             writer.transport.abort()
 
     async def _respond(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> bool:
-        if not path.endswith(("/infer", "/v1/completions")):
+        if not path.endswith(("/infer", "/generate_stream", "/v1/completions")):
             status, document = self._document(path)
             _write(writer, status, json.dumps(document).encode(), "")
             return True

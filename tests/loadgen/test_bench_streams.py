@@ -20,7 +20,7 @@ from tenuto.loadgen.senders.answer_reader import AnswerReader
 from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import Prompts
 from tenuto.outcome import Outcome
-from tenuto.placement import Arrival, ModelSpec
+from tenuto.placement import Arrival, ModelSpec, Workload
 from tests.instruments.fake_server import Answer, FakeServer, fake_server, signature
 from tests.instruments.live import LONG_MS, PATIENCE_S
 
@@ -108,6 +108,54 @@ def test_both_bounds_count(slo: tuple[float, float], ok: int) -> None:
     assert (row["ok"], row["late"]) == (ok, 10 - ok)
     assert row["mean_tpot_ms"] > 10.0
     assert row["mean_ms"] >= row["mean_ttft_ms"] + 3 * 10.0
+
+
+def application() -> Workload:
+    """An application whose last stage writes up to nine tokens."""
+    first = {"model": "m", "inputs": {"input": "input"}, "latency": {"alpha_ms": 1, "beta_ms": 1}}
+    text = {"model": "w", "after": ["m"], "map": "graphs:prompt", "most": 1}
+    app = {"name": "app", "rate_rps": 100, "slo_ms": LONG_MS, "arrival": {"process": "uniform"}}
+    spec = {**writes().model_dump(exclude={"slo_ms", "rate_rps"}, exclude_defaults=True), "rate_rps": 0.0}
+    return Workload.model_validate(
+        {"models": [spec], "applications": [{**app, "streams": True, "stages": [first, text]}]}
+    )
+
+
+def part(text: str, **parameters: Any) -> bytes:
+    said = {"text_output": text, **({"parameters": parameters} if parameters else {})}
+    return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(("slo_scale", "ok"), [(1.0, 10), (1e-6, 0)])
+def test_an_application_that_streams_is_judged_by_its_first_token(slo_scale: float, ok: int) -> None:
+    pieces = (part("x"), part("y"), part("", finish_reason="length", usage={"completion_tokens": 4}))
+    stages = "X-Tenuto-Stages: m;begin=0.1;end=2.1;requests=1, w;begin=2.1;end=5.1;requests=1\r\n"
+    answer = Answer(headers=f"Content-Type: text/event-stream\r\n{stages}", pieces=pieces, gap_s=0.01)
+    work = application()
+    with server(answer=lambda *_: answer) as found:
+        found.models["app"] = signature(4)
+        settings = options(found.url, slo_scale=slo_scale)
+        result = run_bench(work.models, settings, applications=work.applications)
+    assert {path for path, *_ in found.requests} == {"/v2/models/app/generate_stream"}
+    row = result.summary["applications"]["app"]
+    assert (row["offered"], row["ok"], row["late"]) == (10, ok, 10 - ok)
+    assert [stage["p50_ms"] for stage in row["stages"].values()] == pytest.approx([2.0, 3.0])
+    assert row["mean_tpot_ms"] > 5.0
+    assert row["p50_ms"] >= row["mean_ttft_ms"] + 20.0
+    assert set(result.records.output_tokens) == {4}
+
+
+def test_a_stream_that_breaks_off_is_no_answer_and_bodies_of_files_are_refused() -> None:
+    work = application()
+    broken = (part("x"), b'data: {"error":"stage \'w\': a step failed"}\n\n')
+    answer = Answer(headers="Content-Type: text/event-stream\r\n", pieces=broken)
+    with server(answer=lambda *_: answer) as found:
+        found.models["app"] = signature(4)
+        result = run_bench(work.models, options(found.url), applications=work.applications)
+        with pytest.raises(InvalidInputError, match="streams, which takes tensors"):
+            run_bench(work.models, options(found.url, bodies={"app": "x"}), applications=work.applications)
+    assert result.summary["applications"]["app"]["failed"] == 10
+    assert any("broke off: stage 'w': a step failed" in line for line in result.errors)
 
 
 def test_failures_are_counted_by_what_the_server_says() -> None:

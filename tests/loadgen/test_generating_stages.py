@@ -10,13 +10,19 @@ import pytest
 
 from tenuto.batching.core.step_scheduler import StepLimits
 from tenuto.batching.core.system import INF
+from tenuto.batching.virtual.application_load import Joins
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.schedule import make_client_schedule, make_load
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
 from tenuto.outcome import Outcome
-from tenuto.placement import Plan, Workload
+from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement.deadline_split import split_deadlines
 from tenuto.placement.generates import TokenSlo
+from tenuto.placement.workload import client_targets
+from tenuto.profiles import Profiles
 from tenuto.profiles.generation import StepCost
+from tenuto.profiles.shipped import shipped_for
 
 STEP_MS, ONE_MS = 10.0, 5.0
 STEPS = StepCost.line(STEP_MS, 0.0, 0.0, 0.0, 0.0)
@@ -26,12 +32,14 @@ SLO = {"ttft_ms": 100.0, "tpot_ms": 20.0}
 WRITE = {"model": "llm", "name": "write"}
 
 
-def plan(*stages: dict[str, Any], rate_rps: float = 1.0, slo_ms: float = 1000.0, **llm: Any) -> Plan:
+def plan(
+    *stages: dict[str, Any], rate_rps: float = 1.0, slo_ms: float = 1000.0, streams: bool = False, **llm: Any
+) -> Plan:
     """Models `one` (5 ms a request), and `llm` (10 ms a step), and an application of these stages."""
     own = {"name": "llm", "rate_rps": rate_rps, "slo": SLO, "generates": GENERATES, **llm}
     one = {"name": "one", "rate_rps": rate_rps, "slo_ms": 500.0, "latency": FAST}
     process = {"process": "uniform"}
-    app = {"name": "app", "rate_rps": rate_rps, "slo_ms": slo_ms, "arrival": process}
+    app = {"name": "app", "rate_rps": rate_rps, "slo_ms": slo_ms, "arrival": process, "streams": streams}
     replicas = (
         {"name": "llm", "batch_size": 8, "kv_tokens": 1024, "steps": STEPS.model_dump(mode="json")},
         {"name": "one", "batch_size": 1, "latency": FAST, "latency_ms": ONE_MS},
@@ -106,6 +114,66 @@ def test_a_text_is_withdrawn_with_the_other_stages_of_its_request() -> None:
     assert found.result.writing is not None
     assert found.result.writing.replicas[0].last_ms == {}
     assert found.result.writing.replicas[0].scheduler.sequences == 0
+
+
+def test_a_stream_is_in_time_by_its_first_token_and_the_pace_of_further_ones() -> None:
+    """The first token is there after 15 ms, the text of 20 after 205."""
+    stages = ({"model": "one"}, {**WRITE, "after": ["one"]})
+    joins = run(plan(*stages, slo_ms=50.0, streams=True)).joins
+    assert joins.counts() == {"app": [len(joins.outcome), 0, 0, 0, 0]}
+    assert np.allclose(joins.stage_ms, [ONE_MS, STEP_MS])
+    assert np.allclose(joins.answered_ms - joins.first_ms, 19 * STEP_MS)
+    assert set(joins.tokens) == {20}
+    whole = run(plan(*stages, slo_ms=50.0)).joins
+    assert whole.counts()["app"][Outcome.OK] == 0
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "last_ms", "outcome"),
+    [(50.0, 430.0, Outcome.OK), (50.1, 60.0, Outcome.LATE), (50.0, 430.2, Outcome.LATE)],
+)
+def test_a_stream_has_a_time_for_its_first_token_and_one_for_each_further(
+    first_ms: float, last_ms: float, outcome: Outcome
+) -> None:
+    planned = plan(WRITE, slo_ms=50.0, streams=True)
+    targets = client_targets(planned.models, planned.applications)
+    load = make_load(planned.models, make_client_schedule(targets, planned.applications, 1.5, 0), 0)
+    joins, at_ms = Joins(load), float(load.times_ms[0])
+    joins.arrived(0, at_ms)
+    assert joins.whole_by_ms(0) == INF
+    joins.answered([0], at_ms + last_ms, {0: at_ms + first_ms})
+    assert joins.outcome[0] == outcome
+
+
+def test_the_stages_before_a_stream_have_the_time_that_its_text_takes() -> None:
+    """The text takes up to 480 ms, 380 of them behind its first token."""
+    own = {"name": "llm", "rate_rps": 1, "slo": SLO, "generates": GENERATES, "profile": "llama-7b"}
+    stages = [{"model": "one", "latency": FAST}, {**WRITE, "after": ["one"]}]
+    app = {"name": "app", "rate_rps": 1, "slo_ms": 300.0, "stages": stages}
+    cluster, profiles = Cluster.parse("a100-80gb:2"), Profiles(shipped_for(["a100-80gb"]))
+    budgets = {}
+    for streams in (False, True):
+        workload = Workload.model_validate({"models": [own], "applications": [{**app, "streams": streams}]})
+        (split,) = split_deadlines(workload, cluster, profiles).applications
+        budgets[streams] = [split.budget_ms(stage) for stage in split.stages]
+    assert sum(budgets[True]) == pytest.approx(300.0)
+    assert budgets[False][0] < 50.0 < budgets[True][0]
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"outputs": "graphs:text"}, "does not end in one text"),
+        ({"stages": [WRITE, {**WRITE, "name": "beside"}]}, "does not end in one text"),
+        ({"stages": [{**WRITE, "count": 2}]}, "does not end in one text"),
+        ({"stages": [{"model": "resnet50"}]}, "does not generate"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_when_it_is_read(more: dict[str, Any], rule: str) -> None:
+    llm = {"name": "llm", "rate_rps": 5, "slo": SLO, "generates": GENERATES}
+    app = {"name": "app", "rate_rps": 3, "slo_ms": 1000, "stages": [WRITE], "streams": True, **more}
+    with pytest.raises(InvalidInputError, match=rule):
+        Workload.of_document({"models": [llm], "applications": [app]}, "workload.yaml")
 
 
 @pytest.mark.parametrize("at_ms", [0.0, 5.0, 10.0, 34.0, 95.0, 99.0])

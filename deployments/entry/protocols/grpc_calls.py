@@ -503,6 +503,7 @@ class UnaryInferCall(Call):
     """`ModelInfer`."""
 
     generates = "generate"
+    is_streamed = False
     is_management = False
 
     def take(self, body: IncomingBody) -> None:
@@ -517,12 +518,15 @@ class UnaryInferCall(Call):
             return
         if request.described is not None:
             head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{request.path}/infer".encode())
-            self.ask(self.exchange(head, tensors, request.id), body, request.described)
+            described = request.described._replace(is_streamed=self.is_streamed)
+            self.ask(self.exchange(head, tensors, request.id), body, described)
             return
         url = f"/v2/models/{request.path}/{self.generates}" if request.generates else f"/predict/{request.path}"
         headers = self.metadata.forwarded
         if request.id:
             headers = {**headers, b"x-request-id": request.id.encode()}
+        if request.slo_ms is not None and headers.keys().isdisjoint(SLO_HEADERS):
+            headers = {**headers, SLO_HEADERS[0]: b"%.17g" % request.slo_ms}
         head = Head(b"POST", url.encode(), headers, length=len(request.body))
         self.ask(self.exchange(head, request.body, request.id), body)
 
@@ -532,10 +536,11 @@ class UnaryInferCall(Call):
 
 class StreamedCall(UnaryInferCall):
     """`ModelStreamInfer`. Each request is answered as soon as its answer is ready. A generation is answered with a
-    message for each piece of its text."""
+    message for each piece of its text, and so is an application that streams."""
 
     most_open = _MOST_STREAM_MESSAGES
     generates = "generate_stream"
+    is_streamed = True
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         del lines

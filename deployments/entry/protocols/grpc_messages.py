@@ -21,7 +21,13 @@ from google.protobuf.message import DecodeError
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Head, HttpError
 from tenuto.deployments.entry.protocols.oip_answers import bytes_tensor
-from tenuto.deployments.entry.protocols.oip_requests import DescribedRequest, OutputJson, RequestJson, TensorJson
+from tenuto.deployments.entry.protocols.oip_requests import (
+    DescribedRequest,
+    OutputJson,
+    RequestJson,
+    TensorJson,
+    slo_from,
+)
 from tenuto.deployments.wire.tensors import DATATYPES, Buffer, pack_elements
 from tenuto.profiles.networks.inputs import fitted
 
@@ -71,8 +77,9 @@ InferResponse = message("inference.ModelInferResponse")
 
 class InferMessage(NamedTuple):
     """What a `ModelInferRequest` asks of the model at `path`. `described`: it brings tensors, which are raw or in
-    `packed`. Without it, `body` is a picture, a text, or a request of the generate extension (`generates`). `problem`:
-    what is wrong with it, which says nothing of the model."""
+    `packed`. Without it, `body` is a picture, a text, or a request of the generate extension (`generates`). `slo_ms`:
+    the time that the parameters of a picture or text allow. `problem`: what is wrong with it, which says nothing of the
+    model."""
 
     path: str
     id: str
@@ -80,6 +87,7 @@ class InferMessage(NamedTuple):
     packed: bytes | None = None
     body: bytes = b""
     generates: bool = False
+    slo_ms: float | None = None
     problem: HttpError | None = None
 
 
@@ -244,7 +252,7 @@ def _texts(parsed: InferMessage, message: Message, raws: Sequence[bytes]) -> Inf
     if "text_input" not in texts:
         if len(texts) > 1:
             raise HttpError(400, "a picture or a text is one input of BYTES. Leave the others out.")
-        return parsed._replace(body=next(iter(texts.values())))
+        return parsed._replace(body=next(iter(texts.values())), slo_ms=slo_from(parameters))
     unknown = next((name for name in texts if name not in _TEXT_INPUTS), None)
     if unknown is not None:
         raise HttpError(400, f"'{unknown}' is no input of a generation ({', '.join(_TEXT_INPUTS)}). Leave it out.")

@@ -220,10 +220,40 @@ class RequestJson(msgspec.Struct, Generic[Values], gc=False):
 
 class DescribedRequest(NamedTuple):
     """A request as gRPC gives it, without its tensors, which are binary data. Requests with the same `key` are
-    equal."""
+    equal. `is_streamed`: its answer may come in several parts."""
 
     key: tuple[Any, ...]
     request: RequestJson[Any]
+    is_streamed: bool = False
+
+    @property
+    def slo_ms(self) -> float | None:
+        """The time that its parameters allow, if they do."""
+        return _named_slo_ms(self.request)
+
+
+class _Parameters(msgspec.Struct, gc=False):
+    """The parameters of a request, whose tensors nobody knows."""
+
+    parameters: dict[str, Scalar] | None = None
+
+
+def named_slo_ms(body: Buffer, json_length: bytes | None) -> float | None:
+    """Return the time that the parameters of a body allow whose model nobody knows yet. None where there are none,
+    where its JSON is no request, and where it is too long to be read at once."""
+    length = int(json_length) if json_length is not None and json_length.isdigit() else len(body)
+    try:
+        short = body[:length] if length <= JSON_AT_ONCE_BYTES else b"{}"
+        return _named_slo_ms(msgspec.json.decode(short, type=_Parameters))
+    except msgspec.DecodeError:
+        return None
+
+
+def _named_slo_ms(request: RequestJson[Any] | _Parameters) -> float | None:
+    try:
+        return slo_from(request.parameters or {})
+    except BadRequestError:
+        return None  # whoever reads all of it says why
 
 
 class RequestReader:

@@ -177,7 +177,10 @@ class ChatWriter(Writer):
 
 
 class GenerateWriter(Writer):
-    """Writes the answers of the generate extension, which have one choice; every part has the same form."""
+    """Writes the answers of the generate extension, which have one choice; every part has the same form. `usage` is
+    said by the last one of a stream."""
+
+    usage: Usage | None = None
 
     def failed(self, error: HttpError) -> bytes:
         """Return the error as the last part."""
@@ -191,7 +194,9 @@ class GenerateWriter(Writer):
     def piece(self, index: int, piece: Piece) -> bytes:
         """Return a part of a stream; the last one says why it is the last."""
         del index
-        ends = {} if piece.finish is None else {"finish_reason": piece.finish}
+        ends: dict[str, Any] = {} if piece.finish is None else {"finish_reason": piece.finish}
+        if piece.finish is not None and self.usage is not None:
+            ends["usage"] = self.usage.shown()
         return b"data: %b\n\n" % self._form(piece, **ends)
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:

@@ -13,7 +13,7 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.http.exchange import JSON, BadRequestError, HttpError, refuse
 from tenuto.deployments.entry.protocols.oip_answers import plain_values
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
-from tenuto.deployments.entry.protocols.openai_answers import EVENTS, GenerateWriter, Piece
+from tenuto.deployments.entry.protocols.openai_answers import EVENTS, GenerateWriter, Piece, Usage
 from tenuto.deployments.entry.service.infer_call import InferCall, Writer
 from tenuto.deployments.entry.service.planned_application import ApplicationInterface, PlannedApplication
 from tenuto.deployments.entry.service.process_pool import MOST_WAITING
@@ -35,7 +35,6 @@ class ApplicationCall(InferCall, eq=False):
     _graphs: list[RunningGraph] = msgspec.field(default_factory=list)  # one for each sample
     _is_streamed: bool = False
     _writer: GenerateWriter | None = None  # of a stream that has begun
-    _first_ms: float = math.nan  # when that was
     _outputs: dict[int, Sequence[OutputTensor]] = msgspec.field(default_factory=dict)  # of samples that are complete
 
     def begin(self) -> None:
@@ -58,6 +57,8 @@ class ApplicationCall(InferCall, eq=False):
         assert application is not None
         assert interface is not None
         stages = application.application.stages
+        if self._described is not None and self._described.is_streamed and len(samples) == 1:
+            self._is_streamed = interface.streamed is not None
         if self._is_streamed and len(samples) > 1:
             raise BadRequestError(f"a stream is of one sample, and this request has {len(samples)}. Send them singly.")
         requests = len(samples) * sum(each.most_requests for each in stages if not each.after and each.map is None)
@@ -131,12 +132,14 @@ class ApplicationCall(InferCall, eq=False):
             assert self._application is not None
             assert self._interface is not None
             assert self._interface.streamed is not None
-            (graph,), self._first_ms = self._graphs, self._service.now_ms
+            (graph,) = self._graphs
             writer = self._writer = GenerateWriter(self._model.model, graph.client_id)
             writer.tokenizer = self._application.choose(self._interface.streamed.model).tokenizer
             self._exchange.begin(200, self._lines(graph) + EVENTS)
         if text or finish is not None or writer.tokenizer is None:
             tokens = () if token is None else (token,)
+            if finish is not None:
+                writer.usage = Usage(self._graphs[0].prompt_tokens, self._graphs[0].tokens)
             self._exchange.send(writer.piece(0, Piece(text, tokens, None if finish is None else finish.value)))
 
     # --- the end (GraphAsker) -----------------------------------------------------------------------------------
@@ -161,19 +164,23 @@ class ApplicationCall(InferCall, eq=False):
             if self._writer is None:  # no text was to be written
                 self._send_text("", None, Ending.STOP)
             self._exchange.end()
-            self._note_answer(graph, self._first_ms)
+            self._note_answer(graph)
             return
         parameters: dict[str, float | bool] = {}
         for label, stage in graph.records().items():
             parameters |= {f"{label}.{key}": getattr(stage, key) for key in StageRecord.__struct_fields__}
         parameters["emulated"] = graph.emulated
         self._write_samples(self._samples(), self._lines(graph), orjson.dumps(parameters))
-        self._note_answer(graph, self._service.now_ms)
+        self._note_answer(graph)
 
-    def _note_answer(self, graph: RunningGraph, answered_ms: float) -> None:
-        left_ms = graph.deadline_ms - answered_ms
+    def _answered_ms(self, graph: RunningGraph) -> float:
+        """Return when an answer that is there now counts as there: a stream with its first token."""
+        return self._service.now_ms if math.isnan(graph.first_ms) else graph.first_ms
+
+    def _note_answer(self, graph: RunningGraph) -> None:
+        left_ms = graph.deadline_ms - self._answered_ms(graph)
         self._service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, graph.reserve_ms)
-        self._trace_graph(graph, "ok" if left_ms >= 0.0 else "late")
+        self._trace_graph(graph, "ok" if left_ms >= 0.0 and not graph.is_slow else "late")
 
     def _write_samples(self, samples: Sequence[Sequence[OutputTensor]], lines: bytes, parameters: bytes) -> None:
         """Send the outputs, those of a body that was no tensor as plain JSON."""
@@ -222,10 +229,10 @@ class ApplicationCall(InferCall, eq=False):
         self._cancel()
 
     def _count_end(self, graph: RunningGraph, ended: Refused | int) -> None:
-        answered_ms = self._service.now_ms if math.isnan(self._first_ms) else self._first_ms
-        took_ms, records = answered_ms - graph.arrived_ms, graph.records()
+        took_ms, records = self._answered_ms(graph) - graph.arrived_ms, graph.records()
         counters, name = self._service.application_counters, self._model.name
-        counters.end_request(name, graph.client_id, took_ms, self._slo_ms, records, ended, graph.lost_at)
+        is_late = graph.is_slow or took_ms > self._slo_ms
+        counters.end_request(name, graph.client_id, took_ms, records, ended, graph.lost_at, is_late=is_late)
 
     def _trace_graph(self, graph: RunningGraph, outcome: str, **about: str) -> None:
         if self._traced is not None:

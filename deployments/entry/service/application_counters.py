@@ -77,24 +77,25 @@ class ApplicationCounters:
         application: str,
         client_id: str,
         took_ms: float,
-        slo_ms: float,
         stages: Mapping[str, StageRecord],
         ended: Refused | int,
         lost_at: str,
+        *,
+        is_late: bool,
     ) -> None:
         """Count and remember a request that is answered now, or refused.
 
         Args:
             application: its name.
             client_id: the client's id of the request.
-            took_ms: since it came.
-            slo_ms: time that it was allowed.
+            took_ms: from when it came to its answer, of a stream to its first token.
             stages: those that are complete, by label.
             ended: the refusal, or how many samples were answered.
             lost_at: the label of the stage at which it was refused; empty if at none.
+            is_late: whether it took longer than it was allowed.
         """
         refused = None if isinstance(ended, int) else ended
-        outcome = refused.outcome if refused is not None else Outcome.LATE if took_ms > slo_ms else Outcome.OK
+        outcome = refused.outcome if refused is not None else Outcome.LATE if is_late else Outcome.OK
         record = EndedRequest(
             id=client_id,
             model=application,

@@ -115,8 +115,8 @@ class InferCall(msgspec.Struct, eq=False):
             self._id, self._yields, self._sizes = header.id, header.yields, [header.sizes] * len(parsed.parts)
             if header.offline:
                 self.run_offline()
-            if header.slo_ms is not None and self._route.slo_ms is None:
-                self._slo_ms = min(header.slo_ms, self._exchange.patience_ms)
+            if header.slo_ms is not None:
+                self._slo_ms = self._allowed_ms(header.slo_ms)
         self._start(parsed.parts, early)
 
     def begin_decoded(
@@ -130,7 +130,10 @@ class InferCall(msgspec.Struct, eq=False):
     def run_offline(self) -> None:
         """Have it cost no other request its deadline, and no SLO of its own."""
         self._offline = True
-        self._slo_ms = allowed_ms(self._exchange, self._route, self._model, offline=True)
+        self._slo_ms = self._allowed_ms()
+
+    def _allowed_ms(self, named_ms: float | None = None) -> float:
+        return allowed_ms(self._exchange, self._route, self._model, offline=self._offline, named_ms=named_ms)
 
     def parse(self, body: Buffer, slot: Slot | None = None) -> InferRequest:
         """Return what a body asks for. `slot`: where the body lies, if other processes can read it there. This changes

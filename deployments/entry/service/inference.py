@@ -35,6 +35,7 @@ from tenuto.deployments.entry.protocols.oip_requests import (
     MOST_JSON_BYTES,
     DescribedRequest,
     InferRequest,
+    named_slo_ms,
 )
 from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
 from tenuto.deployments.entry.protocols.openai_bodies import ChatBody, CompletionBody, GenerateBody, read_body
@@ -177,8 +178,12 @@ class InferenceService:
         self, exchange: Exchange, route: Route, described: DescribedRequest | None, error: IdleModelError
     ) -> None:
         """Begin anew when the models that are asked for have started; refuse what has not the time to wait."""
-        patience_ms = allowed_ms(exchange, route, error.model, offline=route.offline, for_first_token=True)
-        due_ms = exchange.arrived_ms + patience_ms
+        if described is not None or load_path(exchange.head.url)[0] == "predict":
+            named_ms = None if described is None else described.slo_ms
+        else:
+            named_ms = named_slo_ms(exchange.body, exchange.head.headers.get(b"inference-header-content-length"))
+        slo_ms = allowed_ms(exchange, route, error.model, offline=route.offline, named_ms=named_ms)
+        due_ms = exchange.arrived_ms + slo_ms
         started = self.models.waking.wake(error, self.dispatching, due_ms / 1000.0 - self._clock())
         if started is None:
             refuse(exchange, error.without_frames())
@@ -279,7 +284,7 @@ class InferenceService:
         interface = None if application is None else application.interface
         is_streamed = interface is not None and action == "generate_stream"
         if is_streamed and interface is not None and interface.streamed is None:
-            rule = "has no stream: its last stage does not generate one text"
+            rule = "has no stream: the workload does not say that it `streams`"
             raise HttpError(400, f"'{model.model}' {rule}. Ask /v2/models/MODEL/infer.")
         if not is_streamed and generates != (action in _GENERATIONS):
             cure = "Ask /v1/completions." if generates else "Ask /v2/models/MODEL/infer."
@@ -299,7 +304,6 @@ class InferenceService:
             call = partial(ApplicationCall, _application=application, _interface=application.interface)
         if is_streamed:
             call = partial(call, _is_streamed=True)
-            route = route._replace(slo_ms=route.slo_ms if route.ttft_ms is None else route.ttft_ms)
         return route._replace(json_length=None if length is None else int(length), call=call)
 
     def _text_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
@@ -406,8 +410,7 @@ class InferenceService:
         if not schema or self._schemas.is_known(schema):
             self._begin_generation(exchange, route, model, asked, own_id)
             return
-        ttft_ms = allowed_ms(exchange, route, model, offline=asked.offline, for_first_token=True)
-        due_ms = exchange.arrived_ms + ttft_ms
+        due_ms = exchange.arrived_ms + allowed_ms(exchange, route, model, offline=asked.offline)
         checked = self._schemas.check(schema, due_ms)
         self.wait_for(
             exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
@@ -449,7 +452,7 @@ class InferenceService:
         self, exchange: Exchange, route: Route, model: PlannedModel, asked: GenerationRequest, own_id: str
     ) -> None:
         offline = asked.offline or route.offline or model.offline
-        ttft_ms = allowed_ms(exchange, route, model, offline=offline, for_first_token=True)
+        ttft_ms = allowed_ms(exchange, route, model, offline=offline)
         most = sum(len(choice.prompt) + choice.sampling.max_tokens for choice in asked.choices)
         self._check_rates(exchange, route, ttft_ms, most)
         traced = None if self.traces is None else self.traces.begin(route.traceparent, exchange.arrived_ms)

@@ -3,6 +3,7 @@ can be asked."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,11 +73,8 @@ class ApplicationInterface:
 
     @property
     def streamed(self) -> GraphStage | None:
-        """The stage whose text can be streamed: the only last one, which generates one text; None if there is none."""
-        last = [place for place, stage in enumerate(self.graph.stages) if not stage.later]
-        streams = self.stages[last[0]].generates is not None and self.composed.outputs is not None
-        is_one = len(last) == 1 and self.application.stages[last[0]].most_requests == 1
-        return self.graph.stages[last[0]] if is_one and streams else None
+        """The stage whose text is streamed; None if there is none."""
+        return next((stage for stage in self.graph.stages if stage.is_streamed), None)
 
     def decoded(self, place: int, sample: RequestInputs) -> RequestInputs:
         """Return the inputs of the application of those of the stage that is its decoder."""
@@ -119,6 +117,7 @@ class PlannedApplication:
         least_ms = [self.times.least_ms(stage.model) for stage in stages]
         alone_ms = max(map(sum, zip(least_ms, self.graph.longest_behind(least_ms), strict=True)))
         signature = None if self.interface is None else self.interface.composed.signature
+        self.model.ttft_ms = self.application.slo_ms if self.application.streams else math.inf
         self.model.follow(self.application.slo_ms, alone_ms, signature, HookOptions(), is_ready=not self.problem)
 
     def take_body(self, body: Buffer) -> RequestInputs:

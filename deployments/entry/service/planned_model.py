@@ -103,7 +103,7 @@ class PlannedModel:
         self.hooks: HookPool | None = None  # None: the hooks for pictures and texts
         self._hooked: tuple[HookOptions, ModelSignature, float] | None = None  # what they were made for
         self.tokenizer: Tokenizer | None = None
-        self.ttft_ms = self.tpot_ms = math.inf  # the SLO of one that generates
+        self.ttft_ms = self.tpot_ms = math.inf  # the SLO of one that generates, or streams
         self.output_tokens: Lengths | None = None  # what it writes, if the plan says that
         self._texts_of: ModelSpec | None = None  # what the tokenizer was opened for
 

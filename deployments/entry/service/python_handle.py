@@ -31,6 +31,7 @@ from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.service.running_graph import RunningGraph
+from tenuto.deployments.entry.service.stage_text import OnText
 from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Split, traffic_splits
 from tenuto.deployments.entry.service.waking_models import wake
 from tenuto.deployments.process.limits import ANSWER_S, within
@@ -252,7 +253,7 @@ class TenutoHandle:
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
         if model in self._applications and not version:
-            return self._submit_application(self._application(model), parts, slo_ms, request_id, sizes)
+            return self._submit_application(self._application(model), _GraphFuture(), parts, slo_ms, request_id, sizes)
         split = None if version else self._split(model)
         name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
         spec_slo_ms = self._plan.model(name).own_slo_ms if slo_ms is None else slo_ms
@@ -285,6 +286,7 @@ class TenutoHandle:
     def _submit_application(
         self,
         application: PlannedApplication,
+        asker: _GraphFuture,
         parts: Sequence[Buffer],
         slo_ms: float | None,
         request_id: str,
@@ -298,7 +300,6 @@ class TenutoHandle:
         reserve_ms = self._margin.reserve_ms(allowed_ms, model.alone_ms)
         placed, slot = self._placed(parts, interface.composed.signature.inputs)
         self._arena = self._arena or Arena(_ARENA_BYTES)
-        asker = _GraphFuture()
         try:
             graph = RunningGraph(
                 application,
@@ -315,6 +316,7 @@ class TenutoHandle:
                 client_id=request_id,
                 yields=False,
                 clock_ms=_now_ms,
+                on_text=asker.on_text,
             )
         finally:
             if slot is not None:
@@ -324,7 +326,8 @@ class TenutoHandle:
             if done.cancelled():
                 graph.withdraw()
             elif done.result().outcome is Outcome.OK:
-                self._margin.answered(graph.deadline_ms - _now_ms(), allowed_ms, model.alone_ms, reserve_ms)
+                answered_ms = _now_ms() if math.isnan(graph.first_ms) else graph.first_ms
+                self._margin.answered(graph.deadline_ms - answered_ms, allowed_ms, model.alone_ms, reserve_ms)
 
         asker.answer.add_done_callback(learn)
         graph.begin()
@@ -381,6 +384,58 @@ class TenutoHandle:
         rest = text.end()
         if rest:
             yield rest
+
+    async def stream(
+        self, application: str, inputs: Mapping[str, Any], *, slo_ms: float | None = None, request_id: str = ""
+    ) -> AsyncGenerator[str]:
+        """Ask an application that streams, and give out the text of its last stage: a part for each token, which is
+        empty while a character is not whole; leaving the loop ends it all.
+
+        Args:
+            application: name in the plan.
+            inputs: as of `infer`.
+            slo_ms: time to the first token, from now; default: the plan's.
+            request_id: its name in `/requests`.
+
+        Raises:
+            InvalidInputError: unknown, no application that streams, or inputs that do not fit.
+            UnavailableError: a stage has no gpu-let that is ready.
+            RequestFailedError: expired, rejected or failed.
+        """
+        self._wake(application)
+        parts, sizes = _parts(self.interface(application), inputs)
+        async with contextlib.aclosing(self.stream_parts(application, parts, sizes, slo_ms, request_id)) as text:
+            async for part in text:
+                yield part
+
+    async def stream_parts(
+        self,
+        application: str,
+        parts: Sequence[Buffer],
+        sizes: tuple[int, ...] = (),
+        slo_ms: float | None = None,
+        request_id: str = "",
+    ) -> AsyncGenerator[str]:
+        """Do as `stream`, with raw buffers as `submit` takes them."""
+        known = self._applications.get(application)
+        if known is None or not known.application.streams:
+            raise refused("application", application, "has no stream", "Use `infer`, or `generate` for models.")
+        slo_ms, came = _allowed_ms(slo_ms, "slo_ms"), asyncio.Queue[str | None]()
+
+        def on_text(text: str, _token: int | None, finish: Ending | None) -> None:
+            if text or finish is None:
+                came.put_nowait(text)
+
+        asker = _GraphFuture(on_text)
+        done = self._submit_application(self._application(application), asker, parts, slo_ms, request_id, sizes)
+        done.add_done_callback(lambda _: came.put_nowait(None))
+        try:
+            while (part := await came.get()) is not None:
+                yield part
+        finally:
+            done.cancel()
+        if (answer := done.result()).outcome is not Outcome.OK:
+            raise RequestFailedError(application, answer)
 
     async def generate_tokens(
         self,
@@ -478,9 +533,10 @@ class TenutoHandle:
 
 
 class _GraphFuture:
-    """Waits for the answer of a request of an application (`GraphAsker`)."""
+    """Waits for the answer of a request of an application (`GraphAsker`), and with `on_text` for its text."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_text: OnText | None = None) -> None:
+        self.on_text = on_text
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def completed(self, graph: RunningGraph, outputs: Sequence[OutputTensor]) -> None:

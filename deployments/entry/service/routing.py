@@ -119,13 +119,17 @@ def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
 
 
 def allowed_ms(
-    exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool, for_first_token: bool = False
+    exchange: Exchange, route: Route, model: PlannedModel, *, offline: bool, named_ms: float | None = None
 ) -> float:
-    """Return the time allowed from arrival for an answer, or for its first token: what the client says, by a header of
-    its own for the token, else the model's SLO. A request that is offline has no SLO unless its model is offline."""
-    client_ms = route.ttft_ms if for_first_token and route.ttft_ms is not None else route.slo_ms
+    """Return the time allowed from arrival to the answer, or to the first token of what generates or streams.
+
+    It is what the client's headers say, else its body (`named_ms`), else the SLO, which what is offline has only where
+    its model is; and never more than the client waits.
+    """
+    is_written = route.ttft_ms is not None and model.ttft_ms < math.inf
+    said_ms = route.ttft_ms if is_written else named_ms if route.slo_ms is None else route.slo_ms
     own_ms = math.inf if offline and not model.offline else min(model.slo_ms, model.ttft_ms)
-    return min(own_ms if client_ms is None else client_ms, exchange.patience_ms)
+    return min(own_ms if said_ms is None else said_ms, exchange.patience_ms)
 
 
 def _is_offline(headers: Mapping[bytes, bytes]) -> bool:

@@ -44,6 +44,7 @@ from tenuto.outcome import Outcome, Rule
 from tenuto.placement.application_signature import BODY, TensorSource, stage_signature
 from tenuto.placement.versions import tensors_of
 from tenuto.profiles.networks.catalogue import BYTES, TensorSignature
+from tenuto.profiles.networks.generating import Ending
 from tenuto.profiles.networks.inputs import LENGTH_BYTES
 
 logger = logging.getLogger("ray.serve")
@@ -114,13 +115,16 @@ class StageRequests:
         """Have no more tokens made for a text."""
         written = self.texts.pop(position, None)
         if written is not None and self._graph is not None:
+            self._graph.note_pace(self._place, written[0])
             self._graph.end_text(written[0])
 
     def written(self, position: int, outputs: list[OutputTensor]) -> None:
         """Take a text."""
-        self.texts.pop(position, None)
+        generation, _ = self.texts.pop(position, (None, None))
         if self._graph is not None:
             self.outputs[position] = outputs
+            if generation is not None:
+                self._graph.note_pace(self._place, generation)
             self._graph.answered(self._place, position)
 
     def unwritten(self, position: int, refused: Refused) -> None:
@@ -172,13 +176,15 @@ class RunningGraph:
             client_id: the client's id of the request, which those to models get, too.
             yields: requests of others go first.
             clock_ms: what the monotonic clock shows.
-            on_text: takes the text of the last stage, which generates, as it is written. The deadline is that of its
-                first token then.
+            on_text: takes the text of a stage that is streamed, as it is written.
             caller: is charged for texts, and held to the tokens that its key allows.
         """
         self.arrived_ms, self.deadline_ms, self.reserve_ms = arrived_ms, arrived_ms + slo_ms, reserve_ms
         self.client_id, self.stages = client_id, dict[int, StageRequests]()
         self.lost_at = ""  # the label of the stage at which it ended without an answer
+        self.first_ms = math.nan  # when the first token of a stream came
+        self.is_slow = False  # whether its further tokens took longer than they may
+        self.prompt_tokens = self.tokens = 0  # of a stream
         self._application, self._interface, self._dispatching = application, interface, dispatching
         self._asker, self._yields, self._clock_ms = asker, yields, clock_ms
         self._on_text, self._caller = on_text, caller
@@ -231,9 +237,12 @@ class RunningGraph:
         labels, run = [stage.label for stage in self._interface.graph.stages], self._run
         records = {}
         for place, stage in self.stages.items():
-            if not math.isnan(run.stage_ms[place]):
+            took_ms = run.stage_ms[place]
+            if math.isnan(took_ms) and self._is_streamed(place):
+                took_ms = self.first_ms - run.due_ms[place]
+            if not math.isnan(took_ms):
                 begin_ms = run.due_ms[place] - self.arrived_ms
-                end_ms = begin_ms + run.stage_ms[place]
+                end_ms = begin_ms + took_ms
                 records[labels[place]] = StageRecord(round(begin_ms, 3), round(end_ms, 3), len(stage.outputs))
         return records
 
@@ -436,17 +445,17 @@ class RunningGraph:
             self.lost(place, prompt)
             return
         (choice,), time_ms = prompt.choices, max(slo_ms - self.reserve_ms, TIME_TOLERANCE_MS)
-        ttft_ms, tpot_ms, on_text = time_ms, model.tpot_ms, self._on_text
-        if not self._is_streamed(place):
-            on_text, slo = None, model.bounds_within(time_ms, choice.sampling.max_tokens)
-            if slo is not None:
-                ttft_ms, tpot_ms = slo.ttft_ms, slo.tpot_ms
+        ttft_ms, tpot_ms, is_streamed = time_ms, model.tpot_ms, self._is_streamed(place)
+        if not is_streamed and (slo := model.bounds_within(time_ms, choice.sampling.max_tokens)) is not None:
+            ttft_ms, tpot_ms = slo.ttft_ms, slo.tpot_ms
         if self._caller is not None:
             most = len(choice.prompt) + choice.sampling.max_tokens
             wait_s = self._caller.text_wait_s(now_ms / 1000.0, most)
             if wait_s > 0.0:
                 self.lost(place, Refused(Outcome.REJECTED, TOO_MANY_TOKENS.format(self._caller.name), wait_s))
                 return
+        on_text = self._pass_on if is_streamed else None
+        self.prompt_tokens += len(choice.prompt) if is_streamed else 0
         text = StageText(requests, position, model.tokenizer, prompt, on_text, self._caller)
         try:
             generation = self._dispatching.generate(
@@ -471,7 +480,19 @@ class RunningGraph:
                 requests.texts[position] = generation, text
 
     def _is_streamed(self, place: int) -> bool:
-        return self._on_text is not None and not self._interface.graph.stages[place].later
+        return self._interface.graph.stages[place].is_streamed
+
+    def _pass_on(self, text: str, token: int | None, finish: Ending | None) -> None:
+        """Take note of the first token of a stream, and pass its text on to a client that reads it as it comes."""
+        if math.isnan(self.first_ms):
+            self.first_ms = self._clock_ms()
+        self.tokens += token is not None
+        if self._on_text is not None:
+            self._on_text(text, token, finish)
+
+    def note_pace(self, place: int, generation: OpenGeneration) -> None:
+        """Take note of how fast a text was written."""
+        self.is_slow |= self._is_streamed(place) and generation.measured_tpot_ms > generation.tpot_ms
 
     def end_text(self, generation: OpenGeneration) -> None:
         """Have no more tokens made: a text has all of its own."""
@@ -494,7 +515,7 @@ class RunningGraph:
             self._guarded(lambda: self._answered(place, position))
 
     def _answered(self, place: int, position: int) -> None:
-        now_ms = self._clock_ms()
+        now_ms = self.first_ms if self._is_streamed(place) else self._clock_ms()
         if self._interface.handed_on[place]:
             self._share(place, position)
         self._begin_stages(self._run.answered(place, now_ms))

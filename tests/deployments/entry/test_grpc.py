@@ -230,8 +230,10 @@ def read(asked: Any) -> Any:
 def test_a_picture_or_a_text_is_asked_for_by_one_value_of_bytes() -> None:
     asked = messages.InferRequest(model_name="a/b", id="mine")
     asked.inputs.add(name="any", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a text")
+    asked.parameters["timeout"].int64_param = 70_000
     found, _ = read(asked)
     assert (found.path, found.id, found.described, found.body) == ("a%2Fb", "mine", None, b"a text")
+    assert found.slo_ms == 70.0
     told = (
         b'{"model_name":"a/b","model_version":"1","predictions":[{"label":"cat","score":0.5}],'
         b'"parameters":{"emulated":true}}'

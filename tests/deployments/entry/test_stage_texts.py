@@ -12,11 +12,13 @@ import httpx
 import numpy as np
 import pytest
 
+from tenuto.deployments.dispatch.in_flight import OpenGeneration
 from tenuto.deployments.entry.service.python_handle import RequestFailedError
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.security.keys import new_key
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.peer import Finder
+from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tests.deployments.dispatch.test_moved_generations import Line
 from tests.deployments.entry import test_generation
@@ -252,11 +254,13 @@ STREAM = "/v2/models/app/generate_stream"
 async def test_the_text_of_the_last_stage_is_streamed(bench: Bench, count: int) -> None:
     first = {"model": "real", "name": "before", "inputs": {"text_input": "text_input"}, "parameters": MOST}
     last = {**REAL, "inputs": {"text_input": "before.text_output"}}
-    await bench.serve(*((REAL,) if count == 1 else (first, last)))
+    await bench.serve(*((REAL,) if count == 1 else (first, last)), streams=True)
     events = await bench.stream(STREAM, **question(PROMPT))
     prompt = PROMPT if count == 1 else written(PROMPT, 8)
     assert "".join(each["text_output"] for each in events) == written(prompt, 8)
-    assert [each.get("parameters") for each in events] == [None] * (len(events) - 1) + [{"finish_reason": "length"}]
+    usage = {"prompt_tokens": len(prompt.encode()), "completion_tokens": 8, "total_tokens": len(prompt.encode()) + 8}
+    ends = {"finish_reason": "length", "usage": usage}
+    assert [each.get("parameters") for each in events] == [None] * (len(events) - 1) + [ends]
     assert {(each["model_name"], each["id"]) for each in events} == {("app", events[0]["id"])}
     ended = (await bench.client.get("/requests", params={"id": events[0]["id"]})).json()
     assert {each["model"]: each["outcome"] for each in ended} == {"real": "ok", "app": "ok"}
@@ -264,7 +268,7 @@ async def test_the_text_of_the_last_stage_is_streamed(bench: Bench, count: int) 
 
 async def test_the_deadline_of_a_stream_is_that_of_its_first_token(bench: Bench) -> None:
     """The whole text takes 4 s."""
-    await bench.serve(SLOW)
+    await bench.serve(SLOW, streams=True)
     answer = await bench.client.post(STREAM, json=question("x"), headers={"X-SLO-Ms": "3000"})
     assert answer.status_code == 200, answer.text
     assert answer.text.count("text_output") > 100
@@ -272,10 +276,28 @@ async def test_the_deadline_of_a_stream_is_that_of_its_first_token(bench: Bench)
     assert (counts.ok, counts.late) == (1, 0)
     refused = await bench.client.post(STREAM, json=question("x"), headers={"X-SLO-TTFT-Ms": "1"})
     assert (refused.status_code, refused.json()["outcome"]) == (504, "expired")
+    whole = await bench.ask("x", x_slo_ms="3000")  # the same, in one answer
+    assert len(outputs(whole)["token_ids"][1]) == 200
+    stage = whole.json()["parameters"]
+    assert stage["first.end_ms"] < 3000.0
+    counts = bench.entry.service.application_counters.status()["app"]
+    assert (counts.ok, counts.late) == (2, 0)
+    lines = answer.headers["x-tenuto-stages"]
+    assert 0.0 < float(lines.split("end=")[1].split(";")[0]) < 3000.0
+
+
+async def test_an_application_that_streams_is_late_when_its_further_tokens_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenGeneration, "measured_tpot_ms", 1e6)
+    await bench.serve(REAL, streams=True)
+    assert (await bench.client.post(STREAM, json=question(PROMPT))).status_code == 200
+    counts = bench.entry.service.application_counters.status()["app"]
+    assert (counts.ok, counts.late) == (0, 1)
 
 
 async def test_a_client_that_leaves_amid_a_stream_takes_the_text_along(bench: Bench) -> None:
-    await bench.serve(SLOW)
+    await bench.serve(SLOW, streams=True)
     generator = bench.generator("b", "slow")
     async with bench.client.stream("POST", STREAM, json=question(PROMPT)) as answer:
         await anext(answer.aiter_lines())
@@ -286,7 +308,7 @@ async def test_a_client_that_leaves_amid_a_stream_takes_the_text_along(bench: Be
 async def test_a_gpulet_that_dies_amid_a_stream_is_told_as_its_last_event(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await bench.serve(SLOW)
+    await bench.serve(SLOW, streams=True)
     with caplog.at_level(logging.CRITICAL):
         async with bench.client.stream("POST", STREAM, json=question(PROMPT)) as answer:
             lines = answer.aiter_lines()
@@ -297,17 +319,58 @@ async def test_a_gpulet_that_dies_amid_a_stream_is_told_as_its_last_event(
     assert "stage 'first': " in json.loads(said[-1].removeprefix("data: "))["error"]
 
 
+async def test_grpc_and_python_read_the_text_of_an_application_as_it_comes(bench: Bench) -> None:
+    grpc = pytest.importorskip("tritonclient.grpc.aio")
+    bench.grpc_port = unused_port()
+    await bench.serve(REAL, streams=True)
+    prompt = np.array([[PROMPT.encode()]], object)
+    tensor = grpc.InferInput("text_input", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(prompt)
+    two = grpc.InferInput("text_input", [2, 1], "BYTES")
+    two.set_data_from_numpy(np.repeat(prompt, 2, 0))
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": "app", "inputs": [tensor], "request_id": "one"}
+        yield {"model_name": "app", "inputs": [two], "request_id": "two"}
+
+    texts: dict[str, list[bytes]] = {}
+    async with grpc.InferenceServerClient(f"127.0.0.1:{bench.grpc_port}") as client:
+        async for answer, error in client.stream_infer(requests()):
+            assert error is None
+            texts.setdefault(answer.get_response().id, []).extend(answer.as_numpy("text_output").ravel().tolist())
+    assert b"".join(texts["one"]).decode() == written(PROMPT, 8)
+    assert len(texts["one"]) > 3
+    assert texts["two"] == [written(PROMPT, 8).encode()] * 2  # two samples have one answer
+    async with await handle(bench) as tenuto:
+        parts = [part async for part in tenuto.stream("app", {"text_input": prompt[0]})]
+        assert (len([*filter(None, parts)]) > 3, "".join(parts)) == (True, written(PROMPT, 8))
+        with pytest.raises(RequestFailedError, match="expired"):
+            _ = [part async for part in tenuto.stream("app", {"text_input": prompt[0]}, slo_ms=1.0)]
+        with pytest.raises(InvalidInputError, match="has no stream"):
+            await anext(tenuto.stream("plain", {"x": np.zeros(2, np.float32)}))
+
+
+async def test_python_leaves_a_stream_and_takes_the_text_along(bench: Bench) -> None:
+    await bench.serve(SLOW, streams=True)
+    generator = bench.generator("b", "slow")
+    async with await handle(bench) as tenuto:
+        stream = tenuto.stream("app", {"text_input": np.array([PROMPT.encode()], object)})
+        await anext(stream)
+        assert generator.free_blocks < BLOCKS
+        await stream.aclose()
+        await until(lambda: generator.free_blocks == BLOCKS)
+
+
 async def test_a_stream_is_of_one_sample(bench: Bench) -> None:
-    await bench.serve(REAL)
+    await bench.serve(REAL, streams=True)
     answer = await bench.client.post(STREAM, json=question("x", 2))
     assert (answer.status_code, "a stream is of one sample" in answer.json()["error"]) == (400, True)
 
 
 async def test_what_has_no_stream_is_refused(bench: Bench) -> None:
-    numbers = {"model": "plain", "after": ["first"], "map": f"{FUNCTIONS}:numbers", "most": 1}
-    await bench.serve({**SLOW, "parameters": MOST}, numbers)
+    await bench.serve({**SLOW, "parameters": MOST})
     answer = await bench.client.post(STREAM, json=question("x"))
-    assert (answer.status_code, "its last stage does not generate one text" in answer.json()["error"]) == (400, True)
+    assert (answer.status_code, "does not say that it `streams`" in answer.json()["error"]) == (400, True)
 
 
 async def test_a_key_counts_the_tokens_of_stages(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import httpx
@@ -66,6 +67,29 @@ async def test_a_patient_request_waits_for_the_start(bench: Bench) -> None:
     await bench.gpulets["b"].start()
     answers = await asyncio.gather(*waiting, starting)
     assert [(answer.status_code, answer.json()["outputs"][0]["data"]) for answer in answers] == [(200, [2.0, 4.0])] * 4
+
+
+async def test_a_body_says_how_long_its_request_can_wait(bench: Bench) -> None:
+    """By its header alone each of them would wait."""
+    raw = b"\0" * 8
+    tensor = {**{key: value for key, value in TENSOR.items() if key != "data"}, "parameters": {"binary_data_size": 8}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"timeout": 500_000}}).encode()
+    length = {"inference-header-content-length": str(len(head))}
+    for body, headers in (
+        (json.dumps({"inputs": [TENSOR], "parameters": {"slo_ms": 500}}).encode(), {}),
+        (head + raw, length),
+    ):
+        answer = await bench.client.post("/v2/models/n/infer", content=body, headers=headers)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+    patient = json.dumps({"inputs": [TENSOR], "parameters": {"slo_ms": 60_000}}).encode()
+    waiting = asyncio.create_task(bench.client.post("/v2/models/n/infer", content=patient))
+    while await arrived(bench) < 3:
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+    for wrong in (b"no json", b'{"parameters": {"slo_ms": "soon"}}', b"[]"):
+        answer = await bench.client.post("/v2/models/n/infer", content=wrong, headers={"x-slo-ms": "500"})
+        assert answer.status_code == 503
 
 
 async def test_a_patient_request_expires_when_nothing_starts(bench: Bench) -> None:
