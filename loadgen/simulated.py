@@ -17,7 +17,7 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import check_offline, make_scheduler
 from tenuto.batching.virtual.application_load import ApplicationLoad, Joins
-from tenuto.batching.virtual.criterion import Goal, HostedModels, Stop, Trial, never, try_load
+from tenuto.batching.virtual.criterion import Goal, HostedModels, JudgedRequests, Stop, Trial, never, try_load
 from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
@@ -163,10 +163,9 @@ class Simulation:
         load = make_load(self.models, schedule, self.seed)
         begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
         joins = Joins(load, counted_from_ms=begin_ms, response_ms=self.system.network.response_ms)
-        models = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
-        judged = (
-            _WithApplications(schedule, load, self.system, joins, models, begin_ms) if load.applications else models
-        )
+        judged: JudgedRequests = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
+        if load.applications:
+            judged = _WithApplications(load, self.system, joins, begin_ms)
         return try_load(lambda stop: self._simulate(load, joins, offline, stop), judged, goal)
 
     def _schedule(self, rate_scale: float) -> tuple[Schedule, Schedule]:
@@ -204,41 +203,40 @@ class _WithApplications:
     that clients ask by themselves. Models and applications that the plan does not host are left out.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        load: ApplicationLoad,
-        system: System,
-        joins: Joins,
-        models: HostedModels,
-        begin_ms: float,
-    ) -> None:
-        self._load, self._joins, self._models, self._begin_ms = load, joins, models, begin_ms
+    def __init__(self, load: ApplicationLoad, system: System, joins: Joins, begin_ms: float) -> None:
+        self._load, self._joins, self._begin_ms = load, joins, begin_ms
         place = {model.name: index for index, model in enumerate(system.reported)}
         stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
         hosted = system.reported_served
         self._complete = [name for name, parts in stages.items() if parts <= hosted]
-        self._alone = {system.reported[m].name for m in hosted} & {*schedule.names}
-
-    def _of_models(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: count for name, count in counts.items() if name in self._alone}
+        is_alone = load.owner < 0
+        sent_alone = load.model_index[is_alone & (load.times_ms >= begin_ms)]
+        alone = np.bincount(sent_alone, minlength=len(system.reported)).tolist()
+        self._alone = {system.reported[m].name: (m, alone[m]) for m in sorted({*load.model_index[is_alone]} & hosted)}
 
     def offered(self) -> dict[str, int]:
         """Return how many requests arrive after the warm-up."""
         counted = Counter(app for app, at_ms in self._load.calls.values() if at_ms >= self._begin_ms)
         calls = {app.name: counted[place] for place, app in enumerate(self._load.applications)}
-        return self._of_models(self._models.offered()) | {name: calls[name] for name in self._complete}
+        alone = {name: count for name, (_, count) in self._alone.items()}
+        return alone | {name: calls[name] for name in self._complete}
 
     def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
-        """Return how many of these requests have missed their deadline so far."""
-        calls = self._joins.lost()
-        return self._of_models(self._models.lost(lost_by_model)) | {name: calls[name] for name in self._complete}
+        """Return how many of these requests have missed their deadline so far. Losses of models have those of stages,
+        too."""
+        del lost_by_model
+        calls, alone = self._joins.lost(), {name: self._joins.lost_alone[m] for name, (m, _) in self._alone.items()}
+        return alone | {name: calls[name] for name in self._complete}
 
     def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
         """Return how many requests of a run were in time, and how many arrived."""
         calls = self._joins.counts()
         ended = {name: (calls[name][Outcome.OK], sum(calls[name])) for name in self._complete}
-        return self._of_models(self._models.ended(result)) | ended
+        is_mine = result.measured & (self._load.owner[: len(result.measured)] < 0)
+        for name, (model, _) in self._alone.items():
+            outcome = result.outcome[is_mine & (result.model == model)]
+            ended[name] = int((outcome == Outcome.OK).sum()), len(outcome)
+        return ended
 
 
 @dataclass(frozen=True)

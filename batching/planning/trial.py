@@ -105,16 +105,16 @@ class Trials:
             joins = Joins(load, counted_from_ms=begin_ms, response_ms=self._network.response_ms)
         hosted = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         place = {spec.name: place for place, spec in enumerate(self._models)}
-        staged = {app.model_name(stage) for app in worth.applications for stage in app.stages}
 
         def is_hopeless(dropped: list[int]) -> bool:
             nonlocal stopped
             calls, lost = {} if joins is None else joins.lost(), self._offered.copy()
+            alone = dropped if joins is None else joins.lost_alone
             for at, spec in enumerate(worth.targets):
                 if spec.name in calls:
                     lost[at] = calls[spec.name]
-                elif spec.name in hosted:  # what clients lose of a model that stages ask, too, is known at the end
-                    lost[at] = 0 if spec.name in staged else dropped[place[spec.name]]
+                elif spec.name in hosted:
+                    lost[at] = alone[place[spec.name]]
             stopped = worth.of(self._offered - lost, self._offered) < least or bool((lost > may_lose).any())
             return stopped
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,8 @@ class Joins:
 
     By call, `outcome` is FAILED as long as it has not ended, `answered_ms` is NaN unless it got all answers, and
     `stage_ms` is how long each stage took from when it was due, NaN if it is not complete. `first_ms` is when the first
-    token of a stream came, and `tokens` how many it has; NaN and 0 for others.
+    token of a stream came, and `tokens` how many it has; NaN and 0 for others. By model, `lost_alone` counts the
+    requests that belong to no call and were lost after the warm-up.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Joins:
         self._sent: dict[int, set[int]] = {}  # their requests that have no answer, by call
         self._first_ms: dict[int, float | None] = {}  # deadlines of the first requests of the call that began last
         self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
+        self.lost_alone: Counter[int] = Counter()
         self.outcome = np.full(len(load.calls), Outcome.FAILED, np.int8)
         self.answered_ms, self.first_ms = (np.full(len(load.calls), np.nan) for _ in range(2))
         self.tokens = np.zeros(len(load.calls), np.int64)
@@ -147,6 +150,8 @@ class Joins:
         changes: list[tuple[int, float | None]] = []
         for request in requests:
             call = self._owner[request]
+            if call < 0 and now_ms > self._counted_from_ms:
+                self.lost_alone[int(self._load.model_index[request])] += 1
             run = self._runs.get(call)
             if run is not None:
                 self._sent[call].discard(request)

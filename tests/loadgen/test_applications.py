@@ -9,10 +9,12 @@ import pytest
 
 from tenuto.batching.core.build import everywhere
 from tenuto.batching.virtual.application_load import ApplicationLoad
+from tenuto.batching.virtual.criterion import Goal
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
+from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
@@ -149,3 +151,35 @@ def test_models_of_their_own_run_beside_and_the_seed_decides_everything() -> Non
 
     assert np.array_equal(first[1].finish_ms, second[1].finish_ms, equal_nan=True)
     assert (first[0].owner < 0).sum() == first[1].counts()[0].sum() > 900
+
+
+def test_what_stages_lose_of_a_shared_model_is_no_loss_of_its_clients() -> None:
+    """Of twenty requests at once, of 5 ms each, ten are lost after 50 ms, which the application allows."""
+    fast = {"alpha_ms": 1.0, "beta_ms": 4.0}
+    one = {"name": "one", "rate_rps": 42.0, "slo_ms": 900.0, "latency": fast, "alone": {"rate_rps": 2.0}}
+    stage = {"model": "one", "shared": True, "count": 20, "allow_missing": True}
+    uniform = {"process": "uniform"}
+    app = {"name": "app", "rate_rps": 2.0, "slo_ms": 60.0, "arrival": uniform, "stages": [stage]}
+    planned = Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "v", "type": "v100"}],
+            "gpulets": [
+                {
+                    "id": "v",
+                    "gpu": "v",
+                    "models": [{"name": "one", "batch_size": 1, "latency": fast, "latency_ms": 5.0}],
+                }
+            ],
+            "models": [{**one, "arrival": uniform}],
+            "applications": [app],
+        }
+    )
+    simulation = Simulation.of_plan(planned, duration_s=30.0, warmup_s=1.0)
+    run = simulation.run()
+    row = run.summary()["models"]["one"]
+    assert (row["attainment"], row["offered"]) == (1.0, 58)
+    lost = run.result.outcome[run.load.owner >= 0] == Outcome.EXPIRED
+    assert lost.mean() > 0.2
+    trial = simulation.try_rate(1.0, Goal())
+    assert (trial.is_in_time, trial.stopped_early, trial.worst_attainment) == (True, False, 1.0)
