@@ -11,11 +11,18 @@ from typing import Any
 import msgspec
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
-from tenuto.placement.application_signature import ApplicationSignature
+from tenuto.placement.application_signature import ApplicationSignature, stage_signature
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.workload import ModelSpec, Workload, profile_by_size
 from tenuto.profiles import Profiles
-from tenuto.profiles.networks.catalogue import ModelSignature, SizeRange, is_exported, lookup, with_pixels
+from tenuto.profiles.networks.catalogue import (
+    GenerationLimits,
+    ModelSignature,
+    SizeRange,
+    is_exported,
+    lookup,
+    with_pixels,
+)
 from tenuto.profiles.networks.model_options import ModelOptions, with_most_sizes
 
 _REFUSED_PART = 0.001  # limit: of the requests that a plan counts as served, refused for their sizes
@@ -68,8 +75,8 @@ def network_problems(
         models = [
             described[name] if name in described else _stated_signature(workload[name]) for name in names[app.name]
         ]
-        known = [signature for signature in models if signature is not None]
-        if len(known) == len(models) and all(workload[name].generates is None for name in names[app.name]):
+        known = [stage_signature(s, model) for s, model in zip(app.stages, models, strict=True) if model is not None]
+        if len(known) == len(models):
             try:
                 ApplicationSignature.of(app, known)
             except InvalidInputError as error:
@@ -79,7 +86,9 @@ def network_problems(
 
 def _stated_signature(spec: ModelSpec) -> ModelSignature | None:
     """Return the tensors that the options of a model state, or the catalogue where no option changes them; None where
-    only building the network tells."""
+    only building the network tells. Of one that generates the limits do not matter here."""
+    if spec.generates is not None:
+        return ModelSignature("tensor", (), (), generates=GenerationLimits(1, 1, ""))
     stated: dict[str, Any] = {key: spec.options[key] for key in _STATED if key in spec.options}
     if "inputs" in stated and "outputs" in stated:
         with contextlib.suppress(msgspec.ValidationError):  # the gpu-let says what is wrong

@@ -61,6 +61,50 @@ def test_what_does_not_fit_is_refused_with_its_cure(
     assert words in planned(capsys, tmp_path, DETECT, second, code=2, **after)
 
 
+TEXT = {"prompt_tokens": 80, "output_tokens": 40}
+WRITE = {"name": "write", "profile": "llama-7b", "generates": TEXT, "slo": {"ttft_ms": 500, "tpot_ms": 40}}
+
+
+def model_of_ids(dtype: str) -> dict[str, Any]:
+    return model("read", tensor("x", 40, dtype=dtype), tensor("text", 10))
+
+
+@pytest.mark.parametrize(
+    ("second", "more", "words"),
+    [
+        (model_of_ids("int64"), {"inputs": {"x": "write.text_output"}}, "it is bytes, the input int64"),
+        (model_of_ids("float32"), {"inputs": {"x": "write.token_ids"}}, "it is int64, the input float32"),
+        (model_of_ids("int64"), {"inputs": {"x": "write.logits"}}, "is no output of stage 'write'"),
+        (WRITE, {"name": "again", "inputs": {"prompt": "write.text_output"}}, "is no input of its model"),
+        (WRITE, {"name": "again", "inputs": {"input_ids": "write.text_output"}}, "it is bytes, the input int64"),
+    ],
+)
+def test_texts_and_tokens_are_compared_as_tensors_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, second: dict[str, Any], more: dict[str, Any], words: str
+) -> None:
+    llm = {**WRITE, "rate_rps": 1}
+    stages = [{"model": "write"}, {"model": second["name"], **more}]
+    app = {"name": "app", "rate_rps": 1, "slo_ms": 5000, "stages": stages}
+    models = [llm] if second is WRITE else [llm, second]
+    (tmp_path / "w.yaml").write_text(dump_yaml({"models": models, "applications": [app]}))
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(tmp_path / "w.yaml"), "--gpus", "a100-80gb:2"])
+    shown = capsys.readouterr()
+    assert (left.value.code, words in shown.err) == (2, True), shown.err
+
+
+def test_an_application_that_generates_is_planned_where_its_tensors_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    stages = [{"model": "read"}, {"model": "write", "after": ["read"], "inputs": {"text_input": "question"}}]
+    app = {"name": "app", "rate_rps": 1, "slo_ms": 5000, "stages": stages, "streams": True}
+    models = [{**WRITE, "rate_rps": 1}, model_of_ids("int64")]
+    (tmp_path / "w.yaml").write_text(dump_yaml({"models": models, "applications": [app]}))
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(tmp_path / "w.yaml"), "--gpus", "a100-80gb:2", "-o", str(tmp_path / "p.yaml")])
+    assert left.value.code == 0, capsys.readouterr().err
+
+
 def test_what_only_the_built_network_tells_is_left_to_the_gateway(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
