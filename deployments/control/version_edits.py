@@ -126,7 +126,9 @@ def _edits(workload: Workload, models: Sequence[ModelSpec]) -> Edits:
     """Return how models differ from the declared ones, where versions share out their declared rates."""
     before = {spec.name: spec for spec in workload.models}
     after = checked(models, with_models(workload, models).applications).models
-    rates = shared_out({name: spec.rate_rps for name, spec in before.items()}, workload.models, after)
+    # What a version without a share is declared to be asked by its number is no part of what its model is asked.
+    declared = {name: 0.0 if spec.share_pct == 0.0 else spec.rate_rps for name, spec in before.items()}
+    rates = shared_out(declared, workload.models, after)
     specs = {s.name: _with_rate(s, rates.get(s.name) or s.rate_rps, workload) for s in after}
     return {name: specs.get(name) for name in (*before, *specs) if specs.get(name) != before.get(name)}
 

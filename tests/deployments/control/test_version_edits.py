@@ -99,6 +99,17 @@ def plan_of(workload: Workload) -> Plan:
     return Plan.from_data({**made.to_data(), "models": models, "applications": applications})
 
 
+def test_a_version_that_had_no_share_takes_over_the_rate_of_its_model_and_adds_none() -> None:
+    for rate_rps in (5.0, 100.0):  # of its own, by its number
+        own = {**OWN, "rate_rps": rate_rps}
+        tried = edited(WORKLOAD, with_version(WORKLOAD, "m", "2", {"share_pct": 0.0}, own))
+        assert {s.name: s.rate_rps for s in tried.models if s.model == "m"} == {"m": 100.0, "m:2": rate_rps}
+        main = edited(tried, promoted(tried, "m", "2"))
+        assert {s.name: s.rate_rps for s in main.models if s.model == "m"} == {"m:2": 100.0}
+        shared = edited(tried, with_version(tried, "m", "2", {"share_pct": 25.0}, {}))
+        assert {s.name: s.rate_rps for s in shared.models if s.model == "m"} == {"m": 75.0, "m:2": 25.0}
+
+
 SECOND = edited(WORKLOAD, with_version(WORKLOAD, "m", "2", {"share_pct": 60.0}, OWN))
 OTHER = {"inputs": [{"name": "x", "dtype": "float32", "shape": [3]}], "outputs": []}
 
