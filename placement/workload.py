@@ -464,17 +464,18 @@ def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict
     for entry in models:
         name = _name_of(entry) or ""
         model = split_name(name)[0]
-        part = max(0.0, 1.0 - tried[model]) if name in asking else _share_of(entry) or 0.0
+        part = max(0.0, 1.0 - tried[model]) if name in asking else _share_of(entry, copies=True) or 0.0
         demands = [(part * rate_rps, budget_ms) for rate_rps, budget_ms in by_model.get(model, ()) if part]
         shared.append(_with_demands(entry, demands))
     return {"models": [*shared, *added], "applications": applications}
 
 
-def _share_of(entry: Any) -> float | None:
-    """Return the part of its model's requests that a version on trial is sent; None for others, and for what the schema
-    refuses."""
+def _share_of(entry: Any, *, copies: bool = False) -> float | None:
+    """Return the part of its model's requests that a version on trial is sent, or with `copies` is sent copies of; None
+    for others, and for what the schema refuses."""
     raw = entry.model_dump() if isinstance(entry, ModelSpec) else entry if isinstance(entry, dict) else {}
-    share = None if raw.get("shadow") else raw.get("share_pct")
+    is_copied = raw.get("shadow") is True
+    share = raw.get("share_pct", 100.0 if copies else None) if copies or not is_copied else None
     return share / 100.0 if isinstance(share, int | float) else None
 
 

@@ -59,7 +59,7 @@ class Slot:
     @property
     def is_scarce(self) -> bool:
         """Whether more than half of its arena is in use."""
-        return 2 * self._arena.used_bytes > self._arena.limit_bytes
+        return self._arena.is_scarce
 
     def hold(self) -> None:
         """Add a holder; each `hold` needs one `release`."""
@@ -98,6 +98,11 @@ class Arena:
         self.name = f"{os.getpid()}:{self._file}:{os.fstat(self._file).st_ino}"
         self.used_bytes = 0
         self._gaps = [(0, addresses)]  # free parts, (offset, length), in order; no two lie side by side
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether more than half of it is in use."""
+        return 2 * self.used_bytes > self.limit_bytes
 
     def take(self, size: int, on_free: Callable[[], None] | None = None) -> Slot | None:
         """Return a slot with `size` bytes of `data`, of any content; None when no place is free. `on_free` is called

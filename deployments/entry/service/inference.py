@@ -57,7 +57,7 @@ from tenuto.deployments.entry.service.routing import OPENAI_ACTIONS, Route, allo
 from tenuto.deployments.entry.service.schema_checks import SchemaChecks
 from tenuto.deployments.entry.service.served_models import ServedModels, no_plan
 from tenuto.deployments.entry.service.traces import Traces
-from tenuto.deployments.entry.service.traffic_split import CopiedCall, ShadowCopies, Split
+from tenuto.deployments.entry.service.traffic_split import CopiedCall, Split
 from tenuto.deployments.entry.service.waking_models import IdleModelError
 from tenuto.deployments.security.cross_site import refusal_reason
 from tenuto.deployments.security.guesses import Guesses
@@ -112,7 +112,6 @@ class InferenceService:
         self._dispatching: Dispatching | None = None
         self.models = ServedModels(self.callers)
         self.application_counters = ApplicationCounters()
-        self._copies = ShadowCopies()
         self._routes: BoundedCache[Head, Route] = BoundedCache(MOST_CACHED_HEADS)  # by the present plan
         self._latest: tuple[Head, Route] | None = None  # likewise; most bodies come with their heads
         self._id_prefix = secrets.token_hex(4)
@@ -318,7 +317,7 @@ class InferenceService:
         to = [(below, self._load_route(action, self.models[name], head)) for below, name in split.canaries]
         to.append((math.inf, rest))
         if split.shadows:
-            call = partial(CopiedCall, _copies=self._copies)
+            call = partial(CopiedCall, _copies=self.models.copies)
             to = [(below, route._replace(call=call, shadows=split.shadows)) for below, route in to]
         return rest._replace(handle=self._split, began_s=None, split=tuple(to))
 
@@ -398,7 +397,7 @@ class InferenceService:
             route.caller.begin_text(question.tokens, 0)
         call: Any = InferCall
         if split is not None and split.shadows:
-            call, route = partial(CopiedCall, _copies=self._copies), route._replace(shadows=split.shadows)
+            call, route = partial(CopiedCall, _copies=self.models.copies), route._replace(shadows=split.shadows)
         samples = self.models.ready_interface(model).text_samples(question.texts)
         self._call(exchange, route._replace(call=call), model, slo_ms).begin_decoded(samples, question.write)
 

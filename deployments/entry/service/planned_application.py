@@ -12,6 +12,7 @@ from tenuto.batching.applications.stage_times import StageTimes
 from tenuto.deployments.entry.http.exchange import BadRequestError
 from tenuto.deployments.entry.service.function_pool import FunctionPool
 from tenuto.deployments.entry.service.planned_model import PlannedModel
+from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Shadows
 from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs, pack_elements
 from tenuto.errors import InvalidInputError
 from tenuto.placement.application import Application
@@ -91,10 +92,25 @@ class PlannedApplication:
     before all models of its stages are known. `problem`: why it cannot be asked now, empty if it can; `retry_after_s`:
     when it may be asked again, None where its models do not fit."""
 
-    def __init__(self, application: Application, times: StageTimes, choose: Callable[[str], PlannedModel]) -> None:
-        """Take the entry in the plan, what is known of how long stages take, and what chooses the version of a model
-        that a request asks. One with functions needs a running event loop."""
+    def __init__(
+        self,
+        application: Application,
+        times: StageTimes,
+        choose: Callable[[str], PlannedModel],
+        shadows_of: Callable[[str], Shadows],
+        copies: ShadowCopies,
+    ) -> None:
+        """Take the entry in the plan. One with functions needs a running event loop.
+
+        Args:
+            application: the entry.
+            times: what is known of how long stages take.
+            choose: returns the version of a stage's model that a request asks.
+            shadows_of: returns the versions of it that get copies.
+            copies: sends these.
+        """
         self.application, self.times, self.choose = application, times, choose
+        self.shadows_of, self.copies = shadows_of, copies
         self.graph = ApplicationGraph.of(application)
         self.model = PlannedModel(application.name)
         self.interface: ApplicationInterface | None = None

@@ -32,7 +32,7 @@ from tenuto.deployments.entry.service.planned_application import PlannedApplicat
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.service.running_graph import RunningGraph
 from tenuto.deployments.entry.service.stage_text import OnText
-from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Split, traffic_splits
+from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Shadows, Split, traffic_splits
 from tenuto.deployments.entry.service.waking_models import wake
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
@@ -85,7 +85,8 @@ class TenutoHandle:
         if self._plan.applications:
             times.follow(from_plan(self._plan, check_slos=False))
         self._applications = {
-            each.name: PlannedApplication(each, times, self._choose) for each in self._plan.applications
+            each.name: PlannedApplication(each, times, self._choose, self._shadows_of, self._copies)
+            for each in self._plan.applications
         }
         self._is_closed = False
 
@@ -199,6 +200,11 @@ class TenutoHandle:
         for name in [self._name(stage.model, None) for stage in stages] or [self._name(model, version)]:
             if self._plan.model(name).idle_after_s is not None and not self._dispatchers.is_ready(name):
                 wake(self._dispatchers, name)
+
+    def _shadows_of(self, model: str) -> Shadows:
+        """Return the versions of the model of a stage that get copies of its requests."""
+        split = self._split(split_name(model)[0])
+        return () if split is None else split.shadows
 
     def _split(self, model: str) -> Split | None:
         """Return the split of requests that name no version; None for a model without versions."""

@@ -18,6 +18,11 @@ class RunMemory:
         if inputs is not None:
             inputs.hold()
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether more than half of the arena is in use."""
+        return self._arena is not None and self._arena.is_scarce
+
     def take_slot(self, size: int) -> Slot | None:
         """Return a place for so many bytes; None where none is left in the arena, or they are so few that a copy is
         cheaper. Raises `HttpError` 503 when requests under way hold as much as bodies may, and as much again."""

@@ -34,6 +34,7 @@ from tenuto.deployments.entry.service.planned_model import PlannedModel
 from tenuto.deployments.entry.service.process_pool import HookFaultError
 from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.entry.service.stage_text import OnText, StageText, read_prompt
+from tenuto.deployments.entry.service.traffic_split import Shadows
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena, Slot
@@ -81,6 +82,8 @@ class StageRequests:
         self.texts: dict[int, tuple[OpenGeneration, StageText]] = {}  # that are written, by place
         self.timer: asyncio.TimerHandle | None = None  # until the texts must be there
         self.refused_ids: set[int] = set()
+        self.shadows: Shadows = ()  # versions of its model that get copies of
+        self.samples: Sequence[RequestInputs] = ()  # these, its requests; empty where no version does
         self.emulated = False
 
     def close(self) -> tuple[list[Request], list[OpenGeneration]]:
@@ -335,6 +338,9 @@ class RunningGraph:
         self.stages[place] = StageRequests(self, place, len(samples))
         due = self._run.expand(place, len(samples), now_ms)
         if self._interface.stages[place].generates is None:
+            requests = self.stages[place]
+            requests.shadows = self._application.shadows_of(self._interface.graph.stages[place].model)
+            requests.samples = samples if requests.shadows else ()
             self._send_some(place, partial(self._send_request, place, samples))
         else:
             self._read_prompts(place, samples)
@@ -395,6 +401,13 @@ class RunningGraph:
             else:
                 requests.opened[request.id] = request, position
                 self._dispatching.start(request, parts, self._memory)
+
+    def _copy_request(self, place: int, position: int) -> None:
+        """Send shadows copies of a request of a stage that has been answered."""
+        stage = self.stages[place]
+        parts, sizes = stage.samples[position]
+        copied = [parts], self._memory, self.client_id, [sizes]
+        self._application.copies.send(self._dispatching, stage.shadows, *copied)
 
     # --- texts of stages ----------------------------------------------------------------------------------------
 
@@ -516,6 +529,8 @@ class RunningGraph:
 
     def _answered(self, place: int, position: int) -> None:
         now_ms = self.first_ms if self._is_streamed(place) else self._clock_ms()
+        if self.stages[place].samples:
+            self._copy_request(place, position)
         if self._interface.handed_on[place]:
             self._share(place, position)
         self._begin_stages(self._run.answered(place, now_ms))

@@ -12,7 +12,7 @@ from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.service.dispatching import Dispatching
 from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
-from tenuto.deployments.entry.service.traffic_split import Split, traffic_splits
+from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Shadows, Split, traffic_splits
 from tenuto.deployments.entry.service.waking_models import WakingModels
 from tenuto.deployments.security.keys import Callers
 from tenuto.placement import Plan
@@ -24,7 +24,7 @@ from tenuto.profiles.networks.model_options import ModelOptions
 
 class ServedModels:
     """Invariant: what is here is of one plan. `splits`: how the requests of models that have versions are split.
-    `waking`: those that are idle."""
+    `waking`: those that are idle. `copies`: sends shadows what they get copies of."""
 
     def __init__(self, callers: Callers) -> None:
         """Begin without a plan. `callers`: the names of models are not told where clients need keys."""
@@ -34,7 +34,7 @@ class ServedModels:
         self._stage_times = StageTimes()
         self.applications: dict[str, PlannedApplication] = {}
         self.splits: dict[str, Split] = {}
-        self.waking = WakingModels()
+        self.waking, self.copies = WakingModels(), ShadowCopies()
 
     def __getitem__(self, name: str) -> PlannedModel:
         """Return a model by its name in the plan."""
@@ -67,7 +67,8 @@ class ServedModels:
         for application in applications:
             planned = known.get(application.name)
             if planned is None or planned.application != application:
-                planned = PlannedApplication(application, self._stage_times, self.choose_version)
+                how = self.choose_version, self._shadows_of, self.copies
+                planned = PlannedApplication(application, self._stage_times, *how)
             planned.follow(lambda name: self._models.get(self.name(split_name(name)[0])) or PlannedModel(name))
             self.applications[application.name] = planned
             self._models[application.name] = planned.model
@@ -80,6 +81,11 @@ class ServedModels:
         split = self.splits.get(split_name(model)[0])
         name = model if split is None else split.choose(random.random())
         return self._models.get(name) or PlannedModel(name)
+
+    def _shadows_of(self, model: str) -> Shadows:
+        """Return the versions of the model of a stage that get copies of its requests."""
+        split = self.splits.get(split_name(model)[0])
+        return () if split is None else split.shadows
 
     def _signature(self, name: str) -> ModelSignature | None:
         """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tenuto.deployments.dispatch.in_flight import Request, Samples
 from tenuto.deployments.entry.service.dispatching import Dispatching, ask
 from tenuto.deployments.entry.service.infer_call import InferCall
+from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import InputPart
@@ -23,13 +24,16 @@ logger = logging.getLogger("ray.serve")
 _MOST_COPIES = 64  # limit: that wait at once for the versions of one process; no more are made until one has ended
 
 
+Shadows = tuple[tuple[float, str], ...]  # versions that get copies, each with the part of the requests
+
+
 class Split(NamedTuple):
     """The versions of a model by their names in the plan, each with its upper bound for a random number in [0, 1).
     `rest` gets the requests whose number is below no bound, and answers whatever else is asked of the model."""
 
     rest: str
     canaries: tuple[tuple[float, str], ...]
-    shadows: tuple[tuple[float, str], ...]
+    shadows: Shadows
 
     def choose(self, drawn: float) -> str:
         """Return the version of one request."""
@@ -97,7 +101,7 @@ class ShadowCopies:
         dispatching: Dispatching,
         shadows: Sequence[tuple[float, str]],
         samples: Sequence[Sequence[InputPart]],
-        slot: Slot | None,
+        slot: Slot | RunMemory | None,
         client_id: str,
         sizes: Sequence[tuple[int, ...]],
     ) -> None:

@@ -564,6 +564,32 @@ async def test_a_version_on_trial_gets_its_share_of_what_stages_ask(served: Serv
     await served.serve(plan(*CHAIN))
 
 
+async def test_a_shadow_gets_copies_of_what_stages_ask(served: Served) -> None:
+    """Also of what lies in shared memory; whatever it does with them, nobody notices."""
+    shadow = Gpulets("wide:2", ("wide:2",))
+    shadow.SIGNATURES = {"wide:2": doubling(WIDE)}  # type: ignore[misc]
+    served.gpulets["wide:2"] = shadow
+    await shadow.start()
+    names, terms = ("wide", "wide:2", "wider"), {"wide:2": {"shadow": True}}
+    data = make_plan(*((name, (name,)) for name in names), slo_ms=60_000.0, terms=terms).to_data()
+    stages = [{"model": "wider"}, {"model": "wide", "inputs": {"x": "wider.y"}}]
+    app = {"name": "app", "rate_rps": 10, "slo_ms": 60_000.0, "stages": [{"shared": True, **s} for s in stages]}
+    await served.serve(Plan.from_data({**data, "applications": [app]}))
+    values = np.arange(WIDE, dtype=np.float32)
+    given = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "data": values.tolist()}
+    for error in (None, "broken"):
+        shadow.error = error
+        for _ in range(10):
+            assert (await served.infer("app", {"inputs": [given]})).status_code == 200
+    await until(lambda: sum(shadow.sizes) > 0)
+    status = (await served.client.get("/status")).json()["models"]
+    assert (status["wide"]["ok"], status["wide"]["submitted"]) == (20, 20)
+    assert status["wide:2"]["submitted"] == 20
+    shadow.die()
+    assert (await served.infer("app", {"inputs": [given]})).status_code == 200
+    await served.serve(plan(*CHAIN))
+
+
 async def test_a_stage_that_is_turned_away_gives_its_status(served: Served) -> None:
     await served.follow(plan(*CHAIN), max_queued=1)
     served.gpulets["n"].hold = True
