@@ -70,15 +70,6 @@ def parted(plan: Plan, present: Mapping[str, int], *, count: int | None = None) 
     return {name: names[parts[str(index)]] for index, component in enumerate(components) for name in sorted(component)}
 
 
-def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> float:
-    """Return (most - least) / mean of the sub-clusters' rates."""
-    sums: dict[int, float] = {}
-    for name, place in assignment.items():
-        sums[place] = sums.get(place, 0.0) + rates_rps.get(name, 0.0)
-    mean = sum(sums.values()) / len(sums) if sums else 0.0
-    return (max(sums.values()) - min(sums.values())) / mean if mean else 0.0
-
-
 def _inseparable(plan: Plan) -> list[set[str]]:
     """Return groups of models that gpu-lets hold together, directly or through others. A model without a gpu-let is a
     group of its own."""

@@ -10,7 +10,7 @@ import click
 
 from tenuto.cli.common import ClusterArguments, cluster_arguments, json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, print_table
-from tenuto.deployments.serve.sub_clusters import imbalance, read_partition
+from tenuto.deployments.serve.sub_clusters import read_partition
 from tenuto.errors import Problem, one_of, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
@@ -139,6 +139,15 @@ def _models(
     return found, impossible
 
 
+def _imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> float:
+    """Return (most - least) / mean of the sub-clusters' rates."""
+    sums: dict[int, float] = {}
+    for name, place in assignment.items():
+        sums[place] = sums.get(place, 0.0) + rates_rps.get(name, 0.0)
+    mean = sum(sums.values()) / len(sums) if sums else 0.0
+    return (max(sums.values()) - min(sums.values())) / mean if mean else 0.0
+
+
 def partition_problems(
     models: Sequence[PartitionModel],
     subclusters: int,
@@ -223,8 +232,8 @@ def _described(found: Partition, total_gpus: int) -> dict[str, Any]:
         ],
         "assignment": dict(found.assignment),
         "objective": found.objective,
-        "imbalance": imbalance(found.assignment, {m.name: m.rate_rps for m in found.models}),
-        "memory_imbalance": imbalance(found.assignment, {m.name: m.static_mib for m in found.models}),
+        "imbalance": _imbalance(found.assignment, {m.name: m.rate_rps for m in found.models}),
+        "memory_imbalance": _imbalance(found.assignment, {m.name: m.static_mib for m in found.models}),
         "lower_bound": found.lower_bound,
         "moved": list(found.moved),
         "moved_mib": sum(m.static_mib for m in found.models if m.name in set(found.moved)),

@@ -233,7 +233,7 @@ class _Solving:
         return patterns, relaxation
 
     def _is_complete(self, patterns: Sequence[Pattern], bound: Relaxation, solution: Solution) -> bool:
-        """Say whether `found` cannot be beaten by any plan with a pattern outside `patterns`."""
+        """Return whether `solution` cannot be beaten by any plan with a pattern outside `patterns`."""
         slack = abs(bound.objective - solution.objective)
         if slack <= 1e-6 * max(abs(bound.objective), 1.0):
             return True

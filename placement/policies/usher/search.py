@@ -152,7 +152,7 @@ class GpuStates:
         Args:
             unit: the models, by position in the group.
             configs: of each.
-            wanted: replicas of each.
+            replicas: of each.
             having: GPUs that already have a replica of the unit.
         """
         needs = _together(configs)

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from tenuto.deployments.serve.sub_clusters import imbalance
 from tenuto.errors import InvalidInputError
 from tenuto.placement.policies.symphony.partition import (
     Partition,
@@ -148,8 +147,15 @@ def evaluated(seed: int) -> list[PartitionModel]:
 
 def imbalances(found: Partition) -> tuple[float, float]:
     """Return (most - least) / mean of the sub-clusters' rates and static memory."""
-    values = ({m.name: m.rate_rps for m in found.models}, {m.name: m.static_mib for m in found.models})
-    return imbalance(found.assignment, values[0]), imbalance(found.assignment, values[1])
+    rates, memory = [m.rate_rps for m in found.models], [m.static_mib for m in found.models]
+    return _imbalance(found, rates), _imbalance(found, memory)
+
+
+def _imbalance(found: Partition, values: list[float]) -> float:
+    sums = dict.fromkeys(found.assignment.values(), 0.0)
+    for each, value in zip(found.models, values, strict=True):
+        sums[found.assignment[each.name]] += value
+    return (max(sums.values()) - min(sums.values())) * len(sums) / sum(sums.values())
 
 
 @pytest.mark.parametrize("seed", [0, 1])
