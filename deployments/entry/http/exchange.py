@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.errors import InvalidInputError, new_incident
@@ -198,6 +199,12 @@ def unexpected(url: bytes | str, error: BaseException) -> HttpError:
     incident = new_incident()
     logger.error("a request to %r failed (%s)", url, incident, exc_info=error)
     return HttpError(500, f"internal error. The gateway's log says more under {incident}.")
+
+
+def refusal_of(refused: Refused, headers: bytes = b"") -> HttpError:
+    """Return the refusal of a request that the scheduling side did not execute."""
+    status, details = refused.http_status, {"outcome": refused.outcome.word}
+    return HttpError(status, refused.reason, retry_after_s=refused.retry_after_s, headers=headers, details=details)
 
 
 def expired() -> HttpError:

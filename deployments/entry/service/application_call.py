@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.entry.http.exchange import JSON, BadRequestError, HttpError, refuse
+from tenuto.deployments.entry.http.exchange import JSON, BadRequestError, HttpError, refusal_of, refuse
 from tenuto.deployments.entry.protocols.oip_answers import plain_values
 from tenuto.deployments.entry.protocols.oip_requests import MAX_SAMPLES
 from tenuto.deployments.entry.protocols.openai_answers import EVENTS, GenerateWriter, Piece, Usage
@@ -221,9 +221,7 @@ class ApplicationCall(InferCall, eq=False):
         if self._writer is None:
             self._refuse(refused, self._lines(graph))
         else:
-            details = {"outcome": refused.outcome.word}
-            error = HttpError(refused.http_status, refused.reason, retry_after_s=refused.retry_after_s, details=details)
-            self._exchange.send(self._writer.failed(error))
+            self._exchange.send(self._writer.failed(refusal_of(refused)))
             self._exchange.end()
         self._trace_graph(graph, refused.outcome.word, rule=refused.rule.value)
         self._cancel()
@@ -240,8 +238,7 @@ class ApplicationCall(InferCall, eq=False):
             stages = {
                 label: (came_ms + each.begin_ms, came_ms + each.end_ms) for label, each in graph.records().items()
             }
-            named = {"model": self._model.name, "outcome": outcome, "request_id": graph.client_id, **about}
-            self._traced.end(self._service.now_ms, stages, named)
+            self._trace(graph.client_id, stages, outcome, **about)
 
     def _lines(self, graph: RunningGraph) -> bytes:
         """Return what a response says of its request and its stages, as raw header lines."""

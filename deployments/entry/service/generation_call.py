@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
-from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, fail
+from tenuto.deployments.entry.http.exchange import JSON, Exchange, fail, refusal_of
 from tenuto.deployments.entry.protocols.openai import AskedChoice, GenerationRequest
 from tenuto.deployments.entry.protocols.openai_answers import EVENTS, Piece, ScoredToken, Usage
 from tenuto.deployments.entry.protocols.texts import GrowingText, Tokenizer
@@ -260,13 +260,7 @@ class GenerationCall(msgspec.Struct, eq=False):
         """Send the refusal of a choice, which is that of the request; amid a stream it is the last event."""
         details = {"loop": refused.loop.value, **self._usage(sum(each.count for each in self._choices))._asdict()}
         self._leave()
-        error = HttpError(
-            refused.http_status,
-            refused.reason,
-            retry_after_s=refused.retry_after_s,
-            headers=self._lines(generation),
-            details={"outcome": refused.outcome.word},
-        )
+        error = refusal_of(refused, self._lines(generation))
         if self._has_begun:
             self._exchange.send(self.request.writer.failed(error))
             self._exchange.end()

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from tenuto.deployments.dispatch.in_flight import Request, Samples
-from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, refuse
+from tenuto.deployments.entry.http.exchange import JSON, Exchange, refusal_of, refuse
 from tenuto.deployments.entry.protocols.oip_answers import JsonRows, check_finite, encode_response
 from tenuto.deployments.entry.protocols.oip_requests import PLAIN, DescribedRequest, InferRequest, check_outputs
 from tenuto.deployments.entry.service.application_counters import ApplicationCounters
@@ -219,7 +219,8 @@ class InferCall(msgspec.Struct, eq=False):
         )
         if self._traced is not None:
             stages = {"waiting": (request.arrived_ms, self._service.now_ms)}
-            self._trace(request, stages, refused.outcome.word, rule=refused.rule.value, loop=refused.loop.value)
+            rules = {"rule": refused.rule.value, "loop": refused.loop.value}
+            self._trace(request.client_id, stages, refused.outcome.word, **rules)
         self._cancel()
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
@@ -266,13 +267,7 @@ class InferCall(msgspec.Struct, eq=False):
 
     def _refuse(self, refused: Refused, lines: bytes) -> None:
         """Send the response of a request that was not executed."""
-        error = HttpError(
-            refused.http_status,
-            refused.reason,
-            retry_after_s=refused.retry_after_s,
-            headers=lines,
-            details={"outcome": refused.outcome.word},
-        )
+        error = refusal_of(refused, lines)
         self._reply(error.status, error.lines(), [error.payload(self._exchange.head.url)])
 
     def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
@@ -289,7 +284,7 @@ class InferCall(msgspec.Struct, eq=False):
         late_ms = self._service.now_ms - request.deadline_ms
         about = {} if late_ms <= 0.0 else {"loop": late_loop(executed.execution_ms, executed.planned_ms, late_ms).value}
         self._trace(
-            request,
+            request.client_id,
             {
                 "batching": (request.arrived_ms, sent_ms),
                 "gpulet_queue": (sent_ms, start_ms),
@@ -303,9 +298,9 @@ class InferCall(msgspec.Struct, eq=False):
             **about,
         )
 
-    def _trace(self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any) -> None:
+    def _trace(self, name: str, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any) -> None:
         if self._traced is not None:
-            named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
+            named = {"model": self._model.name, "outcome": outcome, "request_id": name, **about}
             self._traced.end(self._service.now_ms, stages, named)
 
     def _respond(self, request: Request, executed: Executed, row: int) -> None:
