@@ -248,7 +248,7 @@ def _inputs(
     """Read all inputs and raise one `InvalidInputError` with the problems of all of them."""
     faults = _Faults()
     cluster = faults.attempt(where.cluster)
-    values = faults.attempt(lambda: split_pairs(options)) or {}
+    values = faults.attempt(partial(split_pairs, options)) or {}
     policies = {name: faults.attempt(partial(_policy, name, values, strict_options)) for name in names}
     if not strict_options:
         known = {key for policy in policies.values() if policy is not None for key in _parameters(policy)}
@@ -256,10 +256,10 @@ def _inputs(
             cure = f"Their options: {', '.join(sorted(known)) or 'none'}."
             faults.found.append(Problem(f"--option {key}", values[key], "no compared policy has this option", cure))
     types = cluster.gpu_types if cluster else ()
-    profiles = faults.attempt(lambda: where.profiles(types))
-    workload = faults.attempt(lambda: load_workload(workload_file, cluster, profiles))
+    profiles = faults.attempt(partial(where.profiles, types))
+    workload = faults.attempt(partial(load_workload, workload_file, cluster, profiles))
     if workload and cluster and profiles is not None:
-        faults.attempt(lambda: check_inputs(workload, cluster, profiles))
+        faults.attempt(partial(check_inputs, workload, cluster, profiles))
         places = {spec.name: f"models.{index}" for index, spec in enumerate(workload.models)}
         problems, unread = network_problems(workload, cluster, profiles, places)
         faults.found += problems
