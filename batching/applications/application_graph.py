@@ -61,6 +61,15 @@ class ApplicationGraph:
         """All stages, each behind those that it waits for."""
         return tuple(TopologicalSorter({place: stage.before for place, stage in enumerate(self.stages)}).static_order())
 
+    @cached_property
+    def ahead(self) -> dict[int, set[int]]:
+        """All stages that must be complete before each stage."""
+        ahead: dict[int, set[int]] = {}
+        for place in self.order:
+            before = self.stages[place].before
+            ahead[place] = {*before}.union(*(ahead[other] for other in before))
+        return ahead
+
     def longest_behind(self, each: Sequence[float]) -> list[float]:
         """Return, for every stage, the largest sum over a path of the stages behind it, without its own value."""
         behind = [0.0] * len(self.stages)

@@ -67,9 +67,8 @@ class ApplicationRun:
             self._end_request(stage, now)
             return False
         if not self.is_over:
-            for place, took_ms in enumerate(self.stage_ms):
-                if not math.isnan(took_ms):
-                    self._known.note_loss_behind(place)
+            for place in self.graph.ahead[stage]:
+                self._known.note_loss_behind(place)
         self.give_up(now)
         return True
 

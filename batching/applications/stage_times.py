@@ -5,14 +5,15 @@ The runs feed it themselves. A driver only says which system serves the models: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from tenuto.batching.applications.application_graph import ApplicationGraph
 from tenuto.batching.core.gathering import usual_batch
 from tenuto.batching.core.system import INF, System
 
-# Fitted: the part of the way to a newer, shorter time by which the longest time lately comes down, on random graphs.
-# With a quarter of it 0.3 points less are in time; twice as much costs 0.2.
+# Fitted: where models share gpu-lets, the part of the way to a newer, shorter time by which the longest time lately
+# comes down, on random graphs. With a quarter of it 0.3 points less are in time; twice as much costs 0.2.
 _STEP = 1 / 16
 
 
@@ -66,6 +67,10 @@ class GraphTimes:
     `least_ms` is what a request needs at least; `needs_ms` is the same, but 0 where a stage may be missing, and
     `needs_behind_ms` what the stages behind it need. How long those took lately at the longest begins with what is
     planned, and after each loss is at least that.
+
+    Where every model has its own gpu-lets, a longer time fades within about an SLO: what a deadline led to is known so
+    much later, when the request has ended. Where models share gpu-lets, those with the least time left go first, and
+    the stages behind need less of it kept: a longer time fades with every request.
     """
 
     def __init__(self, graph: ApplicationGraph, times: StageTimes) -> None:
@@ -78,6 +83,8 @@ class GraphTimes:
         self._weights = [stage.budget_ms + times.blocked_ms(stage.model) for stage in graph.stages]
         self._planned_behind_ms = graph.longest_behind(self._weights)
         self._lately_behind_ms = self._planned_behind_ms.copy()
+        self._shares_gpulets = any(times.blocked_ms(stage.model) for stage in graph.stages)
+        self._noted_ms = INF  # when the last request was answered
 
     def behind_ms(self, stage: int, left_ms: float) -> float:
         """Return how much of the time that is left the stages behind one that begins now keep: their part by planned
@@ -92,13 +99,16 @@ class GraphTimes:
     def note_answer(self, due_ms: Sequence[float], ended_ms: Sequence[float]) -> None:
         """Take note of when the stages of a request of the application were due, and when each had ended."""
         ends_ms = list(ended_ms)  # of each stage with all that come behind it
+        now = max(ended_ms)
+        faded = _STEP if self._shares_gpulets else 1.0 - math.exp(-max(0.0, now - self._noted_ms) / self._graph.slo_ms)
+        self._noted_ms = now
         for stage in reversed(self._graph.order):
             behind_ms = 0.0
             for later in self._graph.stages[stage].later:
                 behind_ms = max(behind_ms, ends_ms[later] - due_ms[later])
                 ends_ms[stage] = max(ends_ms[stage], ends_ms[later])
             lately_ms = self._lately_behind_ms[stage]
-            self._lately_behind_ms[stage] = max(behind_ms, lately_ms + _STEP * (behind_ms - lately_ms))
+            self._lately_behind_ms[stage] = max(behind_ms, lately_ms + faded * (behind_ms - lately_ms))
 
     def note_loss_behind(self, stage: int) -> None:
         """Take note of a request of the application that was lost behind a stage."""

@@ -24,7 +24,8 @@ _LARGEST = 64
 @dataclass(frozen=True)
 class Case:
     """A workload, the latency of its models, and which models each GPU hosts (None: all). `load` is the offered work as
-    a multiple of what the cluster carries when batches take half of the budgets that Nexus gives."""
+    a multiple of what the cluster carries when batches take half of the budgets that Nexus gives. `drawn` is the
+    workload before rates and SLOs were chosen."""
 
     applications: tuple[Application, ...]
     latency: Mapping[str, LinearLatency]
@@ -32,6 +33,14 @@ class Case:
     load: float
     seed: int
     shape: str
+    drawn: Workload
+
+    @property
+    def workload(self) -> Workload:
+        """The workload as a planner gets it."""
+        rates = self.requests_rps
+        models = tuple(spec.model_copy(update={"rate_rps": rates[spec.name]}) for spec in self.drawn.models)
+        return self.drawn.model_copy(update={"models": models, "applications": list(self.applications)})
 
     @property
     def requests_rps(self) -> dict[str, float]:
@@ -218,7 +227,7 @@ def draw_case(seed: int) -> Case:
         slo_ms = round(tight * max(_longest_path(app, least).values()) * float(rng.uniform(0.8, 1.25)), 1)
         work_ms = sum(s.count * latency[app.model_name(s)].at(4) / 4 for s in app.stages)
         apps.append(app.model_copy(update={"slo_ms": slo_ms, "rate_rps": float(share / work_ms)}))
-    case = Case(tuple(apps), latency, (None,) * gpus, 1.0, seed, "+".join(shapes))
+    case = Case(tuple(apps), latency, (None,) * gpus, 1.0, seed, "+".join(shapes), work)
     # The work of a second in GPUs, with batches that take half of Nexus' budgets.
     used = dict.fromkeys(latency, 0.0)
     for app in apps:
@@ -237,4 +246,4 @@ def draw_case(seed: int) -> Case:
         busiest = sum(used.values()) / gpus
     load = float(np.exp(rng.uniform(np.log(0.6), np.log(3.0))))
     scaled = tuple(app.model_copy(update={"rate_rps": app.rate_rps * load / busiest}) for app in apps)
-    return Case(scaled, latency, hosted, load, seed, case.shape)
+    return Case(scaled, latency, hosted, load, seed, case.shape, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -188,33 +189,70 @@ def test_a_stage_that_others_keep_from_its_gpulets_has_more_of_the_time() -> Non
     assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 20.0)] == [20.0, 80.0]  # 30, 90 and 30 of 150
 
 
-def test_a_stage_has_the_time_that_those_behind_it_took_less_lately_until_one_of_them_is_late() -> None:
-    times, graph = StageTimes(), graph_of((), (0,), (1,), budget_ms=30.0)
+def end_stages(graph: ApplicationGraph, times: StageTimes, at_ms: float, *took_ms: float) -> ApplicationRun:
+    """Begin a run at a time, and end its first stages one after another; each took so long."""
+    run, now = ApplicationRun(graph, at_ms, at_ms + SLO_MS, times), at_ms
+    run.begin(now)
+    for stage, ms in enumerate(took_ms):
+        run.expand(stage, 1, now)
+        now += ms
+        run.answered(stage, now)
+    return run
 
-    def end(*took_ms: float) -> ApplicationRun:
-        run, now = ApplicationRun(graph, 0.0, SLO_MS, times), 0.0
-        run.begin(now)
-        for stage, ms in enumerate(took_ms):
-            run.expand(stage, 1, now)
-            now += ms
-            run.answered(stage, now)
-        return run
+
+@pytest.mark.parametrize("apart_ms", [0.0, SLO_MS])
+def test_a_stage_has_the_time_that_those_behind_it_took_less_lately_until_one_of_them_is_late(apart_ms: float) -> None:
+    shares_gpulets = not apart_ms  # then the requests count, however short the time is in which they are answered
+    times, graph = (
+        StageTimes(blocked_ms={"m0": 1e-6} if shares_gpulets else None),
+        graph_of((), (0,), (1,), budget_ms=30.0),
+    )
+
+    def left_ms(stage: int) -> float:
+        return end_stages(graph, times, 0.0, 5.0).deadline_ms(stage, 0.0)
 
     first = run_of(graph).deadline_ms(0, 0.0)
-    for _ in range(200):
-        end(5.0, 10.0, 5.0)
+    for place in range(200):
+        end_stages(graph, times, place * apart_ms, 5.0, 10.0, 5.0)
     assert first == 40.0  # of 100 ms, 60 are planned for those behind it
-    assert end(5.0).deadline_ms(0, 0.0) == pytest.approx(SLO_MS - 15.0, abs=0.1)  # those behind it took 15 ms
-    end(5.0, 20.0, 5.0)
-    assert end(5.0).deadline_ms(1, 0.0) == pytest.approx(SLO_MS - 5.0, abs=0.1)
-    assert end(5.0).deadline_ms(0, 0.0) == pytest.approx(SLO_MS - 25.0, abs=0.1)
-    lost = end(5.0)
+    assert left_ms(0) == pytest.approx(SLO_MS - 15.0, abs=0.1)  # those behind it took 15 ms
+    end_stages(graph, times, 200 * apart_ms, 5.0, 20.0, 5.0)
+    assert left_ms(1) == pytest.approx(SLO_MS - 5.0, abs=0.1)
+    assert left_ms(0) == pytest.approx(SLO_MS - 25.0, abs=0.1)
+    lost = end_stages(graph, times, 0.0, 5.0)
     lost.expand(1, 1, 5.0)
     assert lost.lost(1, 6.0)
-    assert end(5.0).deadline_ms(0, 0.0) == pytest.approx(first)
+    assert left_ms(0) == pytest.approx(first, abs=1e-5)
     times.follow(everywhere(workload(traffic()), Cluster.parse("v100:1"), Profiles(())))  # a new plan
     for stage in (0, 1):
-        assert end(5.0).deadline_ms(stage, 0.0) == run_of(graph).deadline_ms(stage, 0.0)
+        assert left_ms(stage) == run_of(graph).deadline_ms(stage, 0.0)
+
+
+def test_longer_times_fade_within_about_an_slo_however_many_requests_are_answered() -> None:
+    times, graph = StageTimes(), graph_of((), (0,), budget_ms=50.0)
+    for count in (1, 100):
+        for _ in range(count):
+            end_stages(graph, times, 0.0, 5.0, 10.0)
+        assert end_stages(graph, times, 0.0).deadline_ms(0, 0.0) == 50.0
+    end_stages(graph, times, SLO_MS, 5.0, 10.0)
+    kept_ms = 10.0 + 40.0 / math.e
+    assert end_stages(graph, times, 0.0).deadline_ms(0, 0.0) == pytest.approx(SLO_MS - kept_ms)
+
+
+def test_a_loss_concerns_only_the_stages_ahead_of_it() -> None:
+    times, graph = StageTimes(), graph_of((), (0,), (0,), (1,), budget_ms=30.0)
+    for place in range(200):
+        run = end_stages(graph, times, place * SLO_MS, 5.0)
+        now = place * SLO_MS + 5.0
+        for stage in (1, 2, 3):
+            run.expand(stage, 1, now)
+            run.answered(stage, now + 5.0 * (stage == 3))
+    shortest = end_stages(graph, times, 0.0).deadline_ms(1, 0.0)
+    run = end_stages(graph, times, 0.0, 5.0, 5.0)
+    run.expand(2, 1, 10.0)
+    assert run.lost(2, 20.0)
+    assert end_stages(graph, times, 0.0).deadline_ms(1, 0.0) == shortest == pytest.approx(SLO_MS - 5.0, abs=0.1)
+    assert end_stages(graph, times, 0.0).deadline_ms(0, 0.0) == pytest.approx(40.0)
 
 
 @given(st.lists(fates(), max_size=8), fates(), st.floats(0.0, 99.0))
