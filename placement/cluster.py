@@ -1,5 +1,5 @@
 """The cluster that a plan is made for: its nodes, their GPUs, and the MIG instances into which GPUs are cut. A GPU
-type has one price; spot prices are not known."""
+type has one price; a spot GPU counts for more than that, because its loss costs something."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from tenuto.documents import SCHEMA, Fault, SchemaVersion, StrictModel, dump_yaml, parse_document, repeated
 from tenuto.errors import one_of, refused
+from tenuto.outcome import ATTAINED
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 from tenuto.profiles.mig_instances import (
     ALL_GPCS,
@@ -24,7 +25,38 @@ from tenuto.profiles.mig_instances import (
 )
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # format: the name of a node or a rack
+START_S = 12.5  # default: until a start was measured: the middle of gpulet's 10 to 15 s
+SPOT = "spot"  # format: the rack of spot GPUs whose node says none, and Ray's label of their nodes
 MOST_ELASTIC_GPUS = 10_000  # limit: a rate that takes more is probably a typing error, and policies would take minutes
+
+
+Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Of a GPU, per hour."""
+
+
+class SpotTerms(StrictModel):
+    """How a spot GPU is lost: after `life_hours` in the mean, with notice of `notice_s` seconds. Another serves in its
+    place after `replace_s`; None: after as long as a start takes."""
+
+    life_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    notice_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    replace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+    def taking(self, start_s: float) -> SpotTerms:
+        """Return the terms where a start is known to take so long."""
+        return self if self.replace_s is not None else self.model_copy(update={"replace_s": start_s})
+
+    @property
+    def factor(self) -> float:
+        """How many times its price a GPU costs with what its losses cost.
+
+        A loss ends a life, so losses cost their part of a life (renewal reward theorem). Within the notice both GPUs
+        are paid. After it requests are lost: each uses up what 1 / (1 - `ATTAINED`) requests in time allow, and counts
+        as so many.
+        """
+        replace_s = START_S if self.replace_s is None else self.replace_s
+        moves_s = min(replace_s, self.notice_s)
+        return 1.0 + (moves_s + (replace_s - moves_s) / (1.0 - ATTAINED)) / (3600.0 * self.life_hours)
 
 
 def node_of(gpu_id: str) -> str:
@@ -103,6 +135,14 @@ class Gpu(Placed):
 
     memory_mib: float
     price_per_hour: float | None = None  # an instance has its part of the GPU's price
+    spot: SpotTerms | None = None
+
+    @property
+    def weighed_price(self) -> float | None:
+        """The price per hour, with what losses of a spot GPU cost."""
+        if self.price_per_hour is None or self.spot is None:
+            return self.price_per_hour
+        return self.price_per_hour * self.spot.factor
 
     def cut(self, profile: str, start: int) -> Gpu:
         """Return an instance of this GPU; raises KeyError if the GPU type has no such profile."""
@@ -151,7 +191,8 @@ class GpuGroup(StrictModel):
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
     uuids: tuple[str, ...] | None = None
     memory_mib: Annotated[float, Field(gt=0)] | None = None
-    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    price_per_hour: Price | None = None
+    spot: SpotTerms | None = None
     mig: MigUse | None = None
     instances: tuple[GroupInstance, ...] = ()
 
@@ -165,6 +206,7 @@ class GpuGroup(StrictModel):
             )
         if self.uuids is not None and len(self.uuids) != self.count:
             raise Fault(f"{len(self.uuids)} uuids for {self.count} GPUs", "Give one UUID per GPU.")
+        check_spot_price(self.spot, self.price_per_hour)
         return self
 
     @model_validator(mode="after")
@@ -195,6 +237,12 @@ class GpuGroup(StrictModel):
         if overlap is not None:
             raise Fault(f"{overlap} take the same memory slices", "Begin one of them elsewhere, or leave it away.")
         return self
+
+
+def check_spot_price(spot: SpotTerms | None, price_per_hour: float | None) -> None:
+    """Raise `Fault` when spot GPUs have no price: that of the GPU table is not theirs."""
+    if spot is not None and price_per_hour is None:
+        raise Fault("`spot` without `price_per_hour`", "Give what an hour of such a GPU costs now.")
 
 
 def first_overlap(placed: Sequence[tuple[str, int, int]]) -> str | None:
@@ -349,8 +397,9 @@ class Cluster(StrictModel):
 
     @property
     def prices(self) -> dict[str, float]:
-        """The price of an hour of each GPU type, in file order. When any price is unknown, all are 1."""
-        prices = {kind: gpu.price_per_hour for kind, gpu in self.one_of_each.items()}
+        """What an hour of each GPU type counts, in file order: `weighed_price`. When any price is unknown, all are
+        1."""
+        prices = {kind: gpu.weighed_price for kind, gpu in self.one_of_each.items()}
         known = {kind: price for kind, price in prices.items() if price is not None}
         return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
 
@@ -400,10 +449,11 @@ def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple
                     type=group.type,
                     memory_mib=memory,
                     price_per_hour=price,
+                    spot=group.spot,
                     uuid=uuid,
                     address=node.address,
                     label=node.label,
-                    rack=node.rack,
+                    rack=node.rack or (SPOT if group.spot is not None else None),
                     mig=group.mig,
                 )
                 for each in group.instances:

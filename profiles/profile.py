@@ -476,15 +476,20 @@ class Profiles:
 
     def for_type(self, gpu_type: str) -> Mapping[str, ModelProfile]:
         """Return every model measured on a GPU type."""
-        models: dict[str, ModelProfile] = {}
+        rows = dict.fromkeys(name for file in self._of_type(gpu_type) for name in file.models)
+        models = {name: self._row(name, gpu_type) for name in rows}
+        return {name: model for name, model in models.items() if model is not None}
+
+    def _row(self, name: str, gpu_type: str) -> ModelProfile | None:
+        """Return the first profile of a row that holds for a GPU type; None when there is none."""
         instance = instance_type_of(gpu_type)
         for file in self._of_type(gpu_type):
-            for name, model in file.models.items():
-                is_own = instance is None or file.gpu_type == gpu_type
-                within = model if is_own or instance is None else self._within(model, instance)
-                if within is not None:
-                    models.setdefault(name, within)
-        return models
+            model = file.models.get(name)
+            if model is not None and instance is not None and file.gpu_type != gpu_type:
+                model = self._within(model, instance)
+            if model is not None:
+                return model
+        return None
 
     def _within(self, model: ModelProfile, instance: InstanceType) -> ModelProfile | None:
         key = (id(model), instance.gpcs, instance.profile)
@@ -519,9 +524,10 @@ class Profiles:
         Raises:
             InvalidInputError: no profile has this row for this type; the message lists those that exist.
         """
+        model = self._row(row, gpu_type)
+        if model is not None:
+            return model
         models = self.for_type(gpu_type)
-        if row in models:
-            return models[row]
         if not models:
             known = ", ".join(self.gpu_types())
             raise refused(

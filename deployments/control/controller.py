@@ -26,11 +26,11 @@ from tenuto.deployments.control.lengths import as_declared
 from tenuto.deployments.control.planner_requests import PlannerRequests
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
-from tenuto.deployments.control.settings import ControlSettings, Mode
+from tenuto.deployments.control.settings import ControlSettings, GpuBounds, Mode
 from tenuto.deployments.control.version_edits import as_split, with_models, without
 from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
-from tenuto.placement.cluster import Gpu, node_of
+from tenuto.placement.cluster import SPOT, Gpu, node_of
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.plan_edits import on_gpus, with_gpulets, with_idle, without_others
@@ -56,6 +56,7 @@ class Controller:
         self._questions = PlannerRequests(planned_rps, settings)
         self._reasons: dict[Reason, str] = {}  # why to plan again
         self._checked_s = self._compared_s = -settings.interval_s
+        self._compared_losses: tuple[frozenset[str], bool] | None = None  # what loses, and whether an event explains it
         self._now_s = 0.0
         self._gpu_requests = GpuRequests(settings)
         self._idle = [spec for spec in memory.plan.models if spec.name in memory.plan.idle]
@@ -475,7 +476,10 @@ class Controller:
         elif Reason.SLO in self._reasons and not estimates.losing_too_much():
             del self._reasons[Reason.SLO]
         is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
-        if not (is_due or news.jumped or news.losing):
+        losses = (frozenset(news.losing), estimates.is_unsettled(self._now_s)) if news.losing else None
+        is_new_loss = losses is not None and losses != self._compared_losses  # others wait for the next check
+        self._compared_losses = losses
+        if not (is_due or news.jumped or is_new_loss):
             return
         is_short = self._compare_rates(adds=is_due)
         if news.losing and Reason.SLO in self._reasons and not is_short:
@@ -556,7 +560,8 @@ class Controller:
             if not self._reasons:
                 return
             kinds = frozenset(self._reasons)
-        ahead_s = self._change_state.durations.start_s + self._settings.interval_s
+        start_s = self._change_state.durations.start_s
+        ahead_s = start_s + self._settings.interval_s
         estimates.lengths.asked(models)
         models, running = estimates.lengths.measured(models), self._change_state.here(self.plan)
         served = tuple(spec for spec in running.models if spec.name not in running.idle)
@@ -565,11 +570,13 @@ class Controller:
         growth = tuple(kind for kind, bound in bounds.items() if bound.max > 0 and kind not in given_up)
         limits = {kind: max(present[kind], bounds[kind].max if kind in growth else 0) for kind in (*present, *bounds)}
         prices = {kind: bound.price_per_hour for kind, bound in bounds.items() if bound.price_per_hour is not None}
+        gpus = tuple(_offered(gpu, bounds.get(gpu.whole_type), start_s) for gpu in self._change_state.gpus)
+        spot = {kind: bound.spot.taking(start_s) for kind, bound in bounds.items() if bound.spot is not None}
         reserved_ids = frozenset(standby.gpulet.id for standby in self._change_state.standby)
         slowdowns = estimates.planned_with()
         request = PlanRequest(
             self._workload.model_copy(update={"applications": (), "models": models}),
-            tuple(_priced(gpu, prices) for gpu in self._change_state.gpus),
+            gpus,
             self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
             RunningPlan(
                 running.model_copy(
@@ -586,6 +593,7 @@ class Controller:
                 by_node=frozenset(kind for kind in growth if bounds[kind].per_node > 1),
                 limits=limits if bounds else {},
                 prices=prices,
+                spot=spot,
                 slowdowns=slowdowns,
                 attainment=self._settings.attainment,
                 reserved_ids=reserved_ids,
@@ -699,7 +707,12 @@ class Controller:
             self._reasons[Reason.STUCK] = why
 
 
-def _priced(gpu: Gpu, prices: Mapping[str, float]) -> Gpu:
-    """Return the GPU at the price of its type, or of its part of a GPU."""
-    price = prices.get(gpu.whole_type)
-    return gpu if price is None else gpu.model_copy(update={"price_per_hour": price * gpu.part})
+def _offered(gpu: Gpu, bounds: GpuBounds | None, start_s: float) -> Gpu:
+    """Return a GPU as the planner is to weigh it: at the price of its type, or of its part of a GPU, and lost as GPUs
+    of a spot market are, where starts take so long."""
+    update: dict[str, object] = {} if gpu.spot is None else {"spot": gpu.spot.taking(start_s)}
+    if bounds is not None and bounds.price_per_hour is not None:
+        update["price_per_hour"] = bounds.price_per_hour * gpu.part
+    if bounds is not None and bounds.spot is not None:
+        update |= {"spot": bounds.spot.taking(start_s), "rack": gpu.rack or SPOT}
+    return gpu.model_copy(update=update) if update else gpu

@@ -169,10 +169,10 @@ class Rates:
     def traffic(self, ahead_s: float = 0.0) -> Traffic:
         """Return what a plan that is ready in `ahead_s` has to carry: the traffic expected then, or the highest of the
         last `settle_s`."""
-        _, upper, mean, dispersion = self._need(self._ahead(ahead_s))
-        for _, other, its_mean, its_dispersion in self._needs:
-            mean, dispersion = np.where(other > upper, (its_mean, its_dispersion), (mean, dispersion))
-            upper = np.maximum(upper, other)
+        needs = [self._need(self._ahead(ahead_s)), *self._needs]
+        highest = np.array([need.upper for need in needs]).argmax(axis=0).tolist()  # by model: the first of the highest
+        mean = np.array([needs[at].mean[model] for model, at in enumerate(highest)])
+        dispersion = np.array([needs[at].dispersion[model] for model, at in enumerate(highest)])
         return Traffic(self._named(mean), self._named(dispersion), self._quantile)
 
     def _named(self, values: NDArray[np.float64]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from tenuto.documents import Fault, StrictModel
 from tenuto.errors import InvalidInputError, refused
 from tenuto.outcome import ATTAINED
+from tenuto.placement.cluster import START_S, Price, SpotTerms, check_spot_price
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.policy import load_policy
 
@@ -59,7 +60,7 @@ class Change(StrictModel):
     ready_timeout_s: Seconds = 120.0
     come_s: Seconds = 300.0  # asked GPUs that have not come by then: plans do with other types
     plan_timeout_s: Seconds = 60.0  # limit: policies that try their plans take up to half a minute on a busy machine
-    start_s: Seconds = 12.5  # until measured: the middle of gpulet's 10 to 15 s
+    start_s: Seconds = START_S  # until measured
     load_s: Seconds = 5.0  # until measured
 
 
@@ -74,19 +75,22 @@ class GpuBounds(StrictModel):
     """Least and most GPUs of one type, and how they are asked for.
 
     `per_node`: GPUs on each node that Ray's autoscaler brings. `labels`: what such nodes are labelled with; default:
-    Ray's own label of the accelerator type. `price_per_hour` of a GPU takes the place of any other price of the type.
+    Ray's own label of the accelerator type. `price_per_hour` of a GPU, and `spot`, take the place of whatever a cluster
+    file says of the type.
     """
 
     min: Annotated[int, Field(ge=0)] = 0
     max: Annotated[int, Field(ge=0)]
     per_node: Annotated[int, Field(ge=1)] = 1
     labels: dict[str, str] = Field(default_factory=dict)
-    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    price_per_hour: Price | None = None
+    spot: SpotTerms | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuBounds:
         if self.min > self.max:
             raise Fault(f"min {self.min} is above max {self.max}", "Lower min or raise max.")
+        check_spot_price(self.spot, self.price_per_hour)
         return self
 
 

@@ -147,7 +147,8 @@ class ControlledCluster:
             seed: of the times that processes need.
             incidents: in order of time.
             growth: one GPU of each type that the cluster can grow by.
-            provision_s: least and most time until nodes that are asked for are present, drawn for each.
+            provision_s: least and most time until nodes that are asked for are present, drawn for each. How long nodes
+                of spot GPUs then live is drawn, too.
         """
         self._duration_s = load.duration_s
         self._profiles, self._settings, self._growth = profiles, settings, growth or {}
@@ -180,9 +181,7 @@ class ControlledCluster:
         self._result = ControlledRun(load.names)
         self._result.plans.append((0.0, plan, "the first plan"))
         for incident in incidents:
-            if incident.notice_s:
-                self._at(incident.at_s - incident.notice_s, partial(self._announce, incident=incident))
-            self._at(incident.at_s, partial(self._befall, incident=incident))
+            self._expect(incident)
 
     # Format: seconds of a window of the report.
     def run(
@@ -305,13 +304,21 @@ class ControlledCluster:
             for _ in range(math.ceil((count - present) / per_node)):
                 self._at(now_s + self._random.uniform(*self._provision_s), partial(self._new_node, kind=kind))
 
-    def _new_node(self, _now_s: float, kind: str) -> None:
+    def _new_node(self, now_s: float, kind: str) -> None:
         self._coming += 1
-        for place in range(self._settings.gpus[kind].per_node):
-            name = f"grown{self._coming}/{place}"
-            self._gpus[name] = self._growth[kind].model_copy(update={"id": name})
+        bounds, node = self._settings.gpus[kind], f"grown{self._coming}"
+        for place in range(bounds.per_node):
+            self._gpus[f"{node}/{place}"] = self._growth[kind].model_copy(update={"id": f"{node}/{place}"})
+        if bounds.spot is not None:
+            life_s = max(bounds.spot.notice_s, self._random.exponential(3600.0 * bounds.spot.life_hours))
+            self._expect(Incident(now_s + life_s, lose=(node,), notice_s=bounds.spot.notice_s))
 
     # --- what befalls it --------------------------------------------------------------------------------------------
+
+    def _expect(self, incident: Incident) -> None:
+        if incident.notice_s:
+            self._at(incident.at_s - incident.notice_s, partial(self._announce, incident=incident))
+        self._at(incident.at_s, partial(self._befall, incident=incident))
 
     def _announce(self, _now_s: float, incident: Incident) -> None:
         self._leaving |= dict.fromkeys(incident.lose, incident.at_s)

@@ -17,7 +17,7 @@ from tenuto.deployments.machines.node_layouts import poll_task
 from tenuto.deployments.process.ray_nodes import alive_nodes, on_node
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.mps.inventory import GpuDevice
-from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
+from tenuto.placement.cluster import SPOT, Cluster, Gpu, GpuGroup, Node
 from tenuto.profiles.gpu_types import accelerators_of
 
 NODE_LABEL = "ray.io/node-id"
@@ -133,8 +133,7 @@ class JoiningNodes:
         """Return the GPUs of a node from what its driver, or Ray, says."""
         if isinstance(answer, str):
             return ()
-        market = node["Labels"].get(_MARKET_LABEL)
-        rack = market if market == "spot" else None  # its nodes may be lost together
+        rack = SPOT if node["Labels"].get(_MARKET_LABEL) == SPOT else None  # its nodes may be lost together
         place = Node(name=_name_of(node_id), gpus=(), label=f"{NODE_LABEL}={node_id}", rack=rack)
         if self._emulated:
             kinds = [kind for kind, labels in self._types.items() if has_type(node["Labels"], kind, labels)]

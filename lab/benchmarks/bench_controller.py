@@ -246,7 +246,9 @@ def day(args: argparse.Namespace) -> None:
     most = 24
     there = gpus_of(plan)
     bounds = {
-        kind: {"min": 0 if args.types else 1, "max": most} | ({"price_per_hour": price} if price else {})
+        kind: {"min": 0 if args.types else 1, "max": most}
+        | ({"price_per_hour": price} if price else {})
+        | ({"spot": {"life_hours": args.spot_h, "notice_s": 120.0}} if args.spot_h else {})
         for kind, price in prices.items()
     }
     settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": args.policy}, "gpus": bounds})
@@ -307,9 +309,9 @@ def day(args: argparse.Namespace) -> None:
         profiles,
         settings,
         lambda system: make_scheduler("deferred", system, {"rehearse": False}),
-        growth={kind: gpu for gpu in one.gpus for kind in (gpu.type,)},
+        growth=one.one_of_each,
         seed=args.seed,
-        **({"provision_s": (60.0, 180.0), "incidents": spot_losses(args, duration_s)} if args.types else {}),
+        **({"provision_s": (60.0, 180.0)} if args.types else {}),
     ).run(300.0, tell)
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
@@ -323,17 +325,6 @@ def paid(run: ControlledRun, prices: Mapping[str, float | None], until_s: float)
         used = {gpu.device: gpu.whole_type for gpu in plan.gpus if gpu.id in set(plan.used_gpus)}
         total += sum(prices[kind] or 0.0 for kind in used.values()) * (end_s - at_s) / 3600.0
     return total
-
-
-def spot_losses(args: argparse.Namespace, duration_s: float) -> list[Incident]:
-    """Return when nodes that have come end, each with two minutes' notice; those that are not there lose nothing."""
-    if not args.spot_h:
-        return []
-    chance = np.random.default_rng(args.seed + 1)
-    ends_s = chance.exponential(3600.0 * args.spot_h, 500)
-    starts_s = chance.uniform(0.0, duration_s, 500)
-    lost = [(start + end, f"grown{number}/0") for number, (start, end) in enumerate(zip(starts_s, ends_s, strict=True))]
-    return [Incident(at_s, lose=(name,), notice_s=120.0) for at_s, name in sorted(lost) if 120.0 < at_s < duration_s]
 
 
 def _serve_day(

@@ -139,10 +139,15 @@ class Outlooks:
     def promised(self, plan: Plan, traffic: Traffic | None = None) -> tuple[dict[str, float], list[str]]:
         """Return the part of each model's requests that a plan promises in time, and the models promised less than the
         formulas give. These would be late at a tenth more load, or if their neighbours always ran."""
-        parts = dict(self.of(plan, traffic).parts)
+        return self.with_margin(plan, self.of(plan, traffic).parts, traffic)
+
+    def with_margin(
+        self, plan: Plan, parts: Mapping[str, float], traffic: Traffic | None = None
+    ) -> tuple[dict[str, float], list[str]]:
+        """Return what `promised` does, where the formulas are known to give `parts`."""
         at_most = self.of(plan, traffic, is_cautious=True).parts
         near = [name for name, part in parts.items() if part >= IN_FULL and at_most[name] < IN_FULL]
-        return parts | {name: IN_FULL * parts[name] - NOTHING for name in near}, near
+        return {**parts, **{name: IN_FULL * parts[name] - NOTHING for name in near}}, near
 
     def attained_parts(self, plan: Plan, traffic: Traffic, attainment: float) -> dict[str, float]:
         """Return for each model which part of `attainment` a plan promises, at most 1."""
@@ -253,7 +258,8 @@ def expected_of(plan: Plan, *, with_margin: bool = True, carries: Carries = carr
         carries: judges gpu-lets that generate.
     """
     outlooks, latency = Outlooks(carries=carries), slowest_ms(plan.gpulets)
-    parts, near = outlooks.promised(plan) if with_margin else (outlooks.of(plan).parts, [])
+    outlook = outlooks.of(plan)
+    parts, near = outlooks.with_margin(plan, outlook.parts) if with_margin else (outlook.parts, [])
     models = {
         spec.name: ExpectedModel(goodput_rps=round(parts[spec.name] * spec.rate_rps, 6), latency_ms=latency[spec.name])
         for spec in plan.models
@@ -266,7 +272,7 @@ def expected_of(plan: Plan, *, with_margin: bool = True, carries: Carries = carr
     return Expected(
         goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6),
         models=models,
-        assumptions=((why,) if near else ()) + _impatient(plan, outlooks.of(plan)),
+        assumptions=((why,) if near else ()) + _impatient(plan, outlook),
     )
 
 

@@ -176,7 +176,8 @@ class Candidates:
         pooled_rps = _pooled_rps(plan, traffic)
         if pooled_rps != traffic.upper_rps:
             smaller = planned(pooled_rps)
-            if not self.missing(smaller).keys() - self.missing(plan).keys():
+            missing = self.missing(smaller).keys()
+            if not missing or missing <= self.missing(plan).keys():
                 return smaller
         return plan
 
@@ -214,10 +215,12 @@ class Candidates:
         groups = []
         for kind in types:
             gpu = known.get(kind)
-            memory, price = (gpu.memory_mib, gpu.price_per_hour) if gpu is not None else (None, None)
-            price = self.running.prices.get(kind, price)
+            memory = price = spot = None
+            if gpu is not None:
+                memory, price, spot = gpu.memory_mib, gpu.price_per_hour, gpu.spot
+            price, spot = self.running.prices.get(kind, price), self.running.spot.get(kind, spot)
             mig = gpu.mig if gpu is not None and gpu.mig == "managed" and gpu.instance is None else None
-            groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price, mig=mig))
+            groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price, spot=spot, mig=mig))
         return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=True)
 
     # --- what runs stays ----------------------------------------------------------------------------------------------

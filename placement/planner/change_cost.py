@@ -26,7 +26,8 @@ class Rent:
     """What occupied GPUs cost: whole GPUs on a cluster that can grow, else the shares held. A MIG instance is worth its
     part of the GPU.
 
-    `price` is per hour by GPU type, for clusters of several types; a type without one counts 1. `beside`: the GPUs that
+    `price` is per hour by GPU type, with what losses of spot GPUs cost, for clusters of several types; a type without
+    one counts 1. `beside`: the GPUs that
     come and go together with a GPU, by GPU.
     """
 
@@ -38,7 +39,7 @@ class Rent:
     def on(cls, gpus: Sequence[Gpu], *, by_gpu: bool, by_node: Collection[str] = ()) -> Rent:
         """Return what these GPUs cost, those of types in `by_node` with all of their node. Prices count when there are
         several types; GPUs of one type cost the same."""
-        prices = {gpu.type: gpu.price_per_hour for gpu in gpus}
+        prices = {gpu.type: gpu.weighed_price for gpu in gpus}
         price = {k: price for k, price in prices.items() if price is not None} if len(prices) > 1 else {}
         together: dict[str, list[str]] = defaultdict(list)
         for gpu in gpus:
@@ -91,6 +92,8 @@ class ChangeScale:
         self._running, self._terms, self._gpus, self._rent = running, running.terms, gpus, rent
         self._expected = Traffic(running.terms.expected_rps)
         self._outlooks = Outlooks(running.slowdowns)
+        self._carried_now = self._carried(running.plan, running.traffic), self._carried(running.plan, self._expected)
+        self._rent_now = rent.of(running.plan)
 
     def weigh(self, target: Plan, relieved: int = 0) -> ChangeWorth:
         """Weigh going to a plan in which `relieved` more models lie as they ask (`planner.fault_tolerance`)."""
@@ -102,7 +105,7 @@ class ChangeScale:
 
         offered_rps = total(traffic.mean_rps)
         slight_rps = NOTHING * offered_rps
-        needs_before, before_rps = (total(self._carried(running, of)) for of in (traffic, self._expected))
+        needs_before, before_rps = map(total, self._carried_now)
         needs_after, after_rps = (total(self._carried(target, of)) for of in (traffic, self._expected))
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
             return ChangeWorth(False, f"the new plan carries {needs_after:.0f} r/s, the running one {needs_before:.0f}")
@@ -110,7 +113,7 @@ class ChangeScale:
         if relieved < 0 and not carries_more:
             return ChangeWorth(False, "fewer models would survive a loss, or lie where they ask", needs_after)
         gains = carries_more or relieved > 0
-        rent_before, rent_after = self._rent.of(running), self._rent.of(target)
+        rent_before, rent_after = self._rent_now, self._rent.of(target)
         if not gains and rent_after >= rent_before:  # whatever the change costs
             why = f"the new plan carries no more and needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}"
             return ChangeWorth(False, why, needs_after)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tenuto.outcome import ATTAINED
-from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu, SpotTerms
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.planner.fault_tolerance import Trial
@@ -43,7 +43,8 @@ class RunningPlan:
     `traffic` has to be carried, and `attainment` is the part of every model's requests that has to be in time. `growth`
     are the GPU types that the cluster can grow by; without any it is fixed. GPUs of types in `by_node` come and go with
     all of their node. `limits` say of how many GPUs of a type
-    there is no more. `prices` are per hour by type, where they are given. `slowdowns` is what batches of a program take
+    there is no more. `prices` are per hour by type, where they are given, and `spot` says how GPUs of types are lost
+    that a spot market takes away. `slowdowns` is what batches of a program take
     over their profile. `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain.
     Without them the plan with the fewest changes is sought: of at most `most_changes` gpu-lets that start or load. It
     promises each model what the policy's plan from nothing does, what the running one does, or the larger.
@@ -58,6 +59,7 @@ class RunningPlan:
     by_node: frozenset[str] = frozenset()
     limits: Mapping[str, int] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
+    spot: Mapping[str, SpotTerms] = field(default_factory=dict)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     attainment: float = ATTAINED
     reserved_ids: frozenset[str] = frozenset()

@@ -51,6 +51,47 @@ def test_uuids_and_node_names_must_match() -> None:
         parse_document(Cluster, {"nodes": [{"name": "n", "gpus": []}, {"name": "n", "gpus": []}]})
 
 
+def spot(**terms: object) -> dict[str, object]:
+    """Return a cluster of a spot GPU and another of the same price."""
+    groups = [{"type": "t4", "price_per_hour": 1.0, "spot": terms}, {"type": "v100", "price_per_hour": 1.0}]
+    return {"nodes": [{"name": f"n{at}", "gpus": [group]} for at, group in enumerate(groups)]}
+
+
+@pytest.mark.parametrize(
+    ("terms", "price"),
+    [
+        ({"life_hours": 1.0, "replace_s": 36.0, "notice_s": 120.0}, 1.01),  # two GPUs for a hundredth of the time
+        ({"life_hours": 1.0, "replace_s": 36.0}, 2.0),  # each lost request counts as a hundred
+        ({"life_hours": 1.0, "replace_s": 36.0, "notice_s": 18.0}, 1.505),
+        ({"life_hours": 12.5 / 36.0, "notice_s": 60.0}, 1.01),  # an unknown start takes 12.5 s
+    ],
+)
+def test_a_spot_gpu_counts_with_what_its_losses_cost(terms: dict[str, object], price: float) -> None:
+    cluster = parse_document(Cluster, spot(**terms))
+    assert cluster.prices == pytest.approx({"t4": price, "v100": 1.0})
+    assert [(gpu.rack, gpu.price_per_hour) for gpu in cluster.gpus] == [("spot", 1.0), (None, 1.0)]
+    assert parse_document(Cluster, parse_yaml(cluster.dump())) == cluster
+
+
+@pytest.mark.parametrize("change", [{"price_per_hour": 0}, {"price_per_hour": float("nan")}, {"price_per_hour": -1.0}])
+def test_a_price_that_is_none_is_refused_with_the_cure(change: dict[str, float]) -> None:
+    data = {"nodes": [{"name": "n", "gpus": [{"type": "t4", **change}]}]}
+    with pytest.raises(InvalidInputError, match=r"gpus\.0\.price_per_hour.*Give a (larger|finite) number"):
+        parse_document(Cluster, data)
+
+
+@pytest.mark.parametrize("terms", [{}, {"life_hours": 0.0}, {"life_hours": 4.0, "notice_s": -1.0}])
+def test_spot_terms_that_say_no_life_are_refused(terms: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError, match=r"gpus\.0\.spot"):
+        parse_document(Cluster, spot(**terms))
+
+
+def test_a_spot_gpu_needs_its_own_price() -> None:
+    data = {"nodes": [{"name": "n", "gpus": [{"type": "t4", "spot": {"life_hours": 4.0}}]}]}
+    with pytest.raises(InvalidInputError, match="Give what an hour of such a GPU costs now"):
+        parse_document(Cluster, data)
+
+
 def test_a_cluster_survives_a_round_trip() -> None:
 
     data = {

@@ -63,7 +63,7 @@ def test_nodes_of_several_gpus_are_asked_for_whole_and_by_labels_of_ones_own() -
     assert ray.asked == [({"GPU": 4}, {"pool": "gamer"})] * 2
 
 
-@pytest.mark.parametrize("price", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("price", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_price_that_is_none_is_refused(price: float) -> None:
     with pytest.raises(ValueError, match="price_per_hour"):
         ControlSettings.model_validate({"gpus": {"t4": {"max": 1, "price_per_hour": price}}})
@@ -126,7 +126,7 @@ def test_plans_do_with_another_type_when_the_first_does_not_come() -> None:
 
 def test_the_price_of_the_settings_decides_which_type_is_asked_for() -> None:
     for cheap, dear in (("v100", "t4"), ("t4", "v100")):
-        prices = {cheap: {"max": 8, "price_per_hour": 0.0}, dear: {"max": 8, "price_per_hour": 9.0}}
+        prices = {cheap: {"max": 8, "price_per_hour": 0.01}, dear: {"max": 8, "price_per_hour": 9.0}}
         desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": prices, "policy": {"name": "tenuto"}})
         desk.rates["a"] = 1100.0
         desk.look(30)
@@ -134,9 +134,23 @@ def test_the_price_of_the_settings_decides_which_type_is_asked_for() -> None:
         assert desk.wanted[-1].by_type[cheap] > 1
 
 
-@pytest.mark.parametrize("bounds", [{"t4": {"max": 8}}, {"v100": {"max": 1, "price_per_hour": 0.0}, "t4": {"max": 8}}])
+@pytest.mark.parametrize(
+    ("life_hours", "notice_s", "chosen"), [(24.0, 60.0, "t4"), (0.05, 60.0, "t4"), (0.05, 0.0, "v100")]
+)
+def test_a_spot_type_is_asked_for_unless_its_losses_cost_more_than_it_saves(
+    life_hours: float, notice_s: float, chosen: str
+) -> None:
+    spot = {"max": 8, "price_per_hour": 1.0, "spot": {"life_hours": life_hours, "notice_s": notice_s}}
+    bounds = {"v100": {"max": 8, "price_per_hour": 4.0}, "t4": spot}
+    desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": bounds, "policy": {"name": "tenuto"}})
+    desk.rates["a"] = 1100.0
+    desk.look(30)
+    assert desk.wanted[-1].by_type[chosen] > 1
+
+
+@pytest.mark.parametrize("bounds", [{"t4": {"max": 8}}, {"v100": {"max": 1, "price_per_hour": 0.01}, "t4": {"max": 8}}])
 def test_beside_gpus_of_which_there_are_no_more_another_type_is_asked_for(bounds: dict[str, Any]) -> None:
-    desk = PlanningDesk(ONE, [gpu("n0/0").model_copy(update={"price_per_hour": 0.0})], {"gpus": bounds})
+    desk = PlanningDesk(ONE, [gpu("n0/0").model_copy(update={"price_per_hour": 0.01})], {"gpus": bounds})
     desk.rates["a"] = 1100.0
     desk.look(30)
     assert {kind: count for kind, count in desk.wanted[-1].more.items() if count} == {"t4": 1}
