@@ -89,8 +89,13 @@ class Controller:
             self.note(journal.gpus_late(now_s, late, self._settings.change.come_s))
         self._go_on(seen, news)
         if self.mode == "act":
-            models, is_changing = self._workload.models, self.change is not None
-            self._idle = self._idle_models.observe(now_s, models, seen.models, is_changing=is_changing)
+            self._idle = self._idle_models.observe(
+                now_s,
+                self._workload.models,
+                seen.models,
+                is_changing=self.change is not None,
+                is_prepared=self._questions.out is not None or bool(self._gpu_requests.missing),
+            )
         self._judge_canaries(seen)
         if self.change is None and self._change_state.standby:
             self._let_standby_take_over(news, seen.ready, is_news=news.jumped or lost)
@@ -446,6 +451,7 @@ class Controller:
         if woken and Reason.ASKED not in self._reasons:
             self._estimates.expect_declared(woken, self._workload, self.plan)
             self._questions.forget_answer()
+            self._questions.out = None  # it asked for no places for them
         if woken or self._idle_models.waking:
             self._idle_models.follow_start(self._now_s, woken)
         self._set(Reason.ASKED, woken, f"{', '.join(sorted(woken))} is asked again")

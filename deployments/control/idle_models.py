@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tenuto.deployments.control.estimates import FOLLOW
 from tenuto.deployments.control.interface import ModelSeen
+from tenuto.placement.versions import split_name
 from tenuto.placement.workload import ModelSpec
 
 
@@ -22,16 +23,25 @@ class IdleModels:
         self.wake_s: float | None = None  # from the request that wakes a model until it serves; None: not measured
 
     def observe(
-        self, now_s: float, models: Sequence[ModelSpec], seen: Mapping[str, ModelSeen], *, is_changing: bool
+        self,
+        now_s: float,
+        models: Sequence[ModelSpec],
+        seen: Mapping[str, ModelSeen],
+        *,
+        is_changing: bool,
+        is_prepared: bool,
     ) -> list[ModelSpec]:
         """Take one look. Return the models that nobody has asked for as long as their `idle_after_s`. While a change is
-        under way, a model that is not idle stays so: it may be starting."""
+        under way, a model that is not idle stays so: it may be starting. So does one that was asked again, while a
+        change is prepared: the planner is at work, or a GPU is to come."""
         arrived: Counter[str] = Counter()
         for spec in models:
             arrived[spec.model] += seen[spec.name].arrived if spec.name in seen else 0
         idle = {spec.model for spec in models if self._is_idle(now_s, spec)}
+        starting = {split_name(name)[0] for name in self.waking} if is_prepared else set()
+        starting |= arrived.keys() if is_changing else set()
         self._asked_s = {
-            name: now_s if count or (is_changing and name not in idle) else self._asked_s.get(name, now_s)
+            name: now_s if count or name in starting - idle else self._asked_s.get(name, now_s)
             for name, count in arrived.items()
         }
         return [spec for spec in models if self._is_idle(now_s, spec)]

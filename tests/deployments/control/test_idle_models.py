@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tenuto.placement import Plan
 from tests.deployments.control.desk import PlanningDesk
 from tests.instruments.plans import gpu, make_plan
@@ -103,3 +105,68 @@ def test_versions_leave_together() -> None:
     desk.rates["a"] = 0.0
     desk.look(120)
     assert not desk.controller.plan.gpulets
+
+
+class SlowDesk(PlanningDesk):
+    """A desk whose planner takes its time over each question; a newer one takes the place of an older."""
+
+    takes_s, _number, _since_s = 45.0, -1, 0.0
+
+    def answers(self) -> bool:
+        if self.questions[-1].number != self._number:
+            self._number, self._since_s = self.questions[-1].number, self.now_s
+        return self.now_s - self._since_s >= self.takes_s
+
+    def ask_once(self, model: str) -> None:
+        """Let a single request come."""
+        self.rates[model] = 1.0
+        self.look()
+        self.rates[model] = 0.0
+
+
+@pytest.mark.parametrize("after_s", [1, 20, 60])
+def test_one_request_wakes_a_model_though_the_planner_takes_longer_than_it_may_be_idle(after_s: int) -> None:
+    desk = SlowDesk(leaving_after(BESIDE, 20.0, "b"), [gpu("n0/0"), gpu("n1/0")])
+    desk.rates["b"] = 0.0
+    while desk.hosted() != {"a"}:
+        desk.look()
+    desk.look(after_s)  # at first the planner works on what the rest needs
+    desk.ask_once("b")
+    desk.look(int(desk.takes_s) + 2)
+    assert desk.hosted() == {"a", "b"}
+    desk.look(60)
+    assert desk.hosted() == {"a"}
+
+
+def test_one_request_wakes_a_model_though_its_gpu_comes_later_than_it_may_be_idle() -> None:
+    desk = PlanningDesk(leaving_after(ALONE, 20.0), [gpu("n0/0")], {"gpus": {"v100": {"max": 2}}})
+    desk.rates["a"] = 0.0
+    desk.look(60)
+    desk.gpus = ()
+    desk.look(60)
+    assert desk.wanted[-1].by_type == {"v100": 0}
+    desk.rates["a"] = 1.0
+    desk.look()
+    desk.rates["a"] = 0.0
+    desk.look(100)
+    assert desk.wanted[-1].by_type == {"v100": 1}
+    desk.gpus = (gpu("n7/0"),)
+    desk.look(3)
+    assert desk.hosted() == {"a"}
+
+
+def test_a_model_for_which_no_gpu_comes_is_waited_for_no_longer_than_for_the_gpu() -> None:
+    desk = PlanningDesk(
+        leaving_after(ALONE, 20.0), [gpu("n0/0")], {"gpus": {"v100": {"max": 2}}, "change": {"come_s": 200.0}}
+    )
+    desk.rates["a"] = 0.0
+    desk.look(60)
+    desk.gpus = ()
+    desk.look(60)
+    desk.rates["a"] = 1.0
+    desk.look()
+    desk.rates["a"] = 0.0
+    desk.look(300)
+    desk.gpus = (gpu("n7/0"),)
+    desk.look(30)
+    assert desk.hosted() == set()
