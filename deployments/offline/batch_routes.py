@@ -13,8 +13,9 @@ import msgspec
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
@@ -28,11 +29,17 @@ from tenuto.documents import StrictModel
 
 _FILES, _BATCHES = "/v1/files", "/v1/batches"
 _ENDPOINTS = ("completions", "chat", "embeddings", "rerank", "score", "infer")
+_NO_ENDPOINT = (
+    "takes no batches. Give /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/rerank, /v1/score, or "
+    "/v2/models/NAME/infer."
+)
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}  # unit
 _LONGEST_S = 30 * 86_400  # limit: of a completion window
 _FORM_BYTES = 1 << 12  # limit: of a form beside its file
+_BODY_BYTES = 1 << 16  # limit: of a batch, which gateways check, too, where the length is known
 _AGAIN_S = 10.0  # pace: until a client asks again after the disk or the database refused
+_NO_FORM = "send a form (multipart/form-data) with purpose=batch and a file, and nothing else."
 _PAGE = 20  # default: entries of a list, as in OpenAI's interface
 Limit = Annotated[int, Query(ge=1, le=100)]
 
@@ -53,8 +60,11 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
     @app.exception_handler(StoreError)
     @app.exception_handler(MultiPartException)
     @app.exception_handler(RequestValidationError)
+    @app.exception_handler(ValidationError)
+    @app.exception_handler(HTTPException)
     @app.exception_handler(OSError)
     @app.exception_handler(sqlite3.Error)
+    @app.exception_handler(Exception)
     async def _refuse(_request: Request, error: Exception) -> Response:
         refusal = _refusal(error)
         lines = (line.split(": ", 1) for line in refusal.lines().decode().splitlines())
@@ -88,12 +98,14 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
                 yield chunk
 
         check(int(request.headers.get("content-length", 0)))
+        if "content-type" not in request.headers:
+            raise StoreError(400, _NO_FORM)
         parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=1, max_part_size=_FORM_BYTES)
         form = await parser.parse()
         try:
             file = form.get("file")
             if form.get("purpose") != "batch" or not isinstance(file, UploadFile):
-                raise StoreError(400, "send a form with purpose=batch and a file, and nothing else.")
+                raise StoreError(400, _NO_FORM)
             file_id = await asyncio.to_thread(store.copy_file, file.file)
             return _json(await runner.on_disk(store.add_file, _key(request), (file.filename or "")[:255], file_id))
         finally:
@@ -110,9 +122,10 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
         return FileResponse(store.path(file_id), media_type="application/jsonl")
 
     @app.post(_BATCHES)
-    async def begin(request: Request, body: BatchBody) -> Response:
+    async def begin(request: Request) -> Response:
+        body = BatchBody.model_validate_json(await _short_body(request))  # whatever type the client says it has
         if load_path(body.endpoint.encode())[0] not in _ENDPOINTS or "?" in body.endpoint:
-            raise StoreError(400, f"endpoint {body.endpoint[:200]!r} takes no batches. Give one of the reference.")
+            raise StoreError(400, f"endpoint {body.endpoint[:200]!r} {_NO_ENDPOINT}")
         window = _WINDOW.fullmatch(body.completion_window)
         window_s = int(window[1]) * _UNITS_S[window[2]] if window else 0
         if not 0 < window_s <= _LONGEST_S:
@@ -142,6 +155,15 @@ def _show(app: FastAPI, path: str, kind: str, store: BatchStore, runner: BatchRu
         return _json(await runner.on_disk(store.document, _key(request), kind, document_id))
 
 
+async def _short_body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _BODY_BYTES:
+            raise StoreError(413, f"a batch may have {_BODY_BYTES >> 10} KiB. Its requests belong into a file.")
+    return body
+
+
 def _key(request: Request) -> str:
     return request.headers.get(CLIENT_HEADER, "")
 
@@ -150,10 +172,14 @@ def _refusal(error: Exception) -> HttpError:
     """Return what a client is told of an error."""
     if isinstance(error, StoreError):
         return HttpError(error.status, error.message, retry_after_s=1.0 if error.status in (429, 503) else None)
-    if isinstance(error, RequestValidationError):
-        return HttpError(400, "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()))
+    if isinstance(error, HTTPException):
+        return HttpError(error.status_code, f"{error.detail}: there is no such request for files and batches.")
+    if isinstance(error, RequestValidationError | ValidationError):
+        return HttpError(400, "; ".join(f"{(each['loc'] or ['body'])[-1]}: {each['msg']}" for each in error.errors()))
     if isinstance(error, MultiPartException):
         return HttpError(400, f"the form is not well-formed: {error.message}")
+    if not isinstance(error, OSError | sqlite3.Error):
+        return HttpError(500, "the store of batches has failed. Its log says why.")
     status = 507 if isinstance(error, OSError) else 503
     reason = f"the store of batches cannot do this: {error}. Ask who runs this server."
     return HttpError(status, reason, retry_after_s=_AGAIN_S)

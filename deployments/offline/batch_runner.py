@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tenuto.deployments.offline.batch_store import BatchLine, BatchStore, LineAnswer, RequestLine, answer_text
+from tenuto.errors import new_incident
 
 logger = logging.getLogger("ray.serve")
 
@@ -112,7 +113,13 @@ class BatchRunner:
 
     async def _answer(self, batch_id: str, key: str, line: BatchLine, rest: _Rest, deaths: Counter[int]) -> None:
         """Ask a line and keep its answer, unless it is to be asked once more."""
-        reply = await self._ask(key, msgspec.json.decode(line.request, type=RequestLine))
+        try:
+            reply = await self._ask(key, msgspec.json.decode(line.request, type=RequestLine))
+        except Exception:  # asked again, it would fail again
+            incident = new_incident()
+            logger.exception("%s: line %d of %s", incident, line.number, batch_id)
+            reason = f"the line could not be asked. Incident {incident} in the log of the store."
+            reply = LineReply(500, msgspec.json.encode({"error": reason}))
         deaths[line.number] += reply.has_failed
         if reply.retry_s is not None and deaths[line.number] < _MOST_DEATHS:
             rest.until_s = time.monotonic() + reply.retry_s

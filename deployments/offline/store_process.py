@@ -57,8 +57,17 @@ _CAN_WAIT = {PRIORITY_HEADER: OFFLINE.encode()}
 _HAS_SLO = {SLO_HEADERS[0]: b"30000"}  # where nothing is offline; the line is asked once more when that passes
 
 
-class _NamedModel(msgspec.Struct):
-    model: str = ""
+class _LineBody(msgspec.Struct):
+    """What the store reads of a line's body; the service reads and checks all of it."""
+
+    model: Any = ""
+    parameters: Any = None
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether the line states a deadline of its own."""
+        given = self.parameters
+        return isinstance(given, dict) and bool(given.get("slo_ms") or given.get("timeout"))
 
 
 class _Refusal(msgspec.Struct):
@@ -67,8 +76,9 @@ class _Refusal(msgspec.Struct):
 
 
 class LineExchange(Exchange, eq=False):
-    """A line on its way to its reply."""
+    """A line on its way to its reply. With a deadline of its own (`has_deadline`) it is not asked again after it."""
 
+    has_deadline: bool = False
     reply: asyncio.Future[LineReply] = msgspec.field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
@@ -79,7 +89,9 @@ class LineExchange(Exchange, eq=False):
         body, refusal = b"".join(payload), _Refusal()
         if status >= 400:
             refusal = msgspec.json.decode(body, type=_Refusal)
-        self.reply.set_result(LineReply(status, body, refusal.retry_after_s, refusal.outcome == Outcome.FAILED.word))
+        is_over = self.has_deadline and refusal.outcome == Outcome.EXPIRED.word
+        retry_s = None if is_over else refusal.retry_after_s
+        self.reply.set_result(LineReply(status, body, retry_s, refusal.outcome == Outcome.FAILED.word))
 
 
 class OfflineWork:
@@ -134,7 +146,8 @@ class OfflineWork:
     async def _ask_line(self, key: str, line: RequestLine) -> LineReply:
         """Ask a line for a key. It may be asked again if nobody answers in time."""
         body = bytes(line.body)
-        model = load_path(line.url.encode())[1] or msgspec.json.decode(body, type=_NamedModel).model
+        known = msgspec.json.decode(body, type=_LineBody)
+        model = load_path(line.url.encode())[1] or str(known.model)
         caller = None if self._callers is None else self._callers.get(key)
         if self._callers is not None and (caller is None or not caller.may_ask(model)):
             refused = HttpError(403, f"the key of '{key}' is not for model '{model}'.")
@@ -142,7 +155,7 @@ class OfflineWork:
         can_wait = self._runs_offline and model not in self._service.models.applications
         headers = _CAN_WAIT if can_wait else _HAS_SLO
         head = Head(b"POST", line.url.encode(), headers, length=len(body))
-        exchange = LineExchange(head, self._service.now_ms, body)
+        exchange = LineExchange(head, self._service.now_ms, body, has_deadline=known.has_deadline)
         try:
             self._service.handle(exchange)
         except Exception as error:

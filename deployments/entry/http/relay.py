@@ -29,6 +29,11 @@ def is_relayed(url: bytes) -> bool:
     return path in _PATHS or path.startswith(_BELOW)
 
 
+def is_upload(url: bytes) -> bool:
+    """Return whether a URL takes files, which may have any size."""
+    return url.partition(b"?")[0] == _PATHS[0]
+
+
 class RelayClient(Protocol):
     """The connection of a client whose request goes on."""
 

@@ -20,7 +20,7 @@ from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import Exchange, Head, HttpError, expired, fail, inflated, refuse
 from tenuto.deployments.entry.http.framing import MOST_CACHED_HEADS
-from tenuto.deployments.entry.http.relay import is_relayed
+from tenuto.deployments.entry.http.relay import is_upload
 from tenuto.deployments.entry.protocols.embeddings import (
     EmbeddingBody,
     RerankBody,
@@ -70,7 +70,9 @@ T = TypeVar("T")
 _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
 _MOST_MANAGEMENT_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
-_MANAGEMENT_TOO_LARGE = f"the body exceeds {_MOST_MANAGEMENT_BYTES >> 10} KiB. Only inference takes large ones."
+_MANAGEMENT_TOO_LARGE = (
+    f"the body exceeds {_MOST_MANAGEMENT_BYTES >> 10} KiB. Only inference and files take large ones."
+)
 _LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
 WITHOUT_KEY = (b"/v2/health/", b"/health")  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
@@ -210,7 +212,7 @@ class InferenceService:
                 method = head.method.decode("latin-1")
                 raise HttpError(405, f"{method} is not taken here. Send POST.", headers=b"allow: POST\r\n")
             if not action:
-                if head.length > _MOST_MANAGEMENT_BYTES and not is_relayed(head.url):
+                if head.length > _MOST_MANAGEMENT_BYTES and not is_upload(head.url):
                     raise HttpError(413, _MANAGEMENT_TOO_LARGE)
                 route = Route(self._answer_management, caller=caller)
             elif action in OPENAI_ACTIONS:

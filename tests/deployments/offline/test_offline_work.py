@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+from tenuto.deployments.offline.batch_runner import BatchRunner, LineReply
+from tenuto.deployments.offline.batch_store import BatchStore
 from tenuto.deployments.offline.store_process import OfflineWork
 from tenuto.deployments.serve.user_config import OfflineOptions, read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
@@ -160,6 +163,49 @@ async def test_what_the_model_refuses_is_in_the_file_of_errors(offline: Offline)
     assert [row["custom_id"] for row in await rows(client, wrong.output_file_id)] == ["r1"]
 
 
+def row(number: int, url: str, body: dict[str, Any]) -> bytes:
+    return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
+
+
+@pytest.mark.parametrize("scheduler", ["deferred", "eager"])
+async def test_a_line_that_can_never_be_answered_well_ends_as_an_error(offline: Offline, scheduler: str) -> None:
+    await offline.start(scheduler=scheduler)
+    client = offline.client()
+    soon = [{"slo_ms": 1e-6}, {"timeout": 1}]
+    late = [row(n, URL, {"inputs": [TENSOR], "parameters": own}) for n, own in enumerate(soon)]
+    batch = await over(client, await begun(client, b"".join(late)))
+    assert {each["response"]["status_code"] for each in await rows(client, batch.error_file_id)} <= {504}
+
+    text: Any = "/v1/completions"
+    odd: list[Any] = [5, None, ["a"], {}, "", "none", "\x00"]
+    batch = await over(
+        client, await begun(client, b"".join(row(n, text, {"model": m}) for n, m in enumerate(odd)), text)
+    )
+    errors = await rows(client, batch.error_file_id)
+    assert (batch.status, len(errors)) == ("completed", len(odd))
+    assert {each["response"]["status_code"] for each in errors} <= {400, 404}
+
+
+async def test_a_line_with_which_asking_fails_is_answered(tmp_path: Path) -> None:
+    async def fail(_key: str, _line: object) -> LineReply:
+        raise KeyError("a fault")
+
+    with ThreadPoolExecutor(1) as thread:
+        store = BatchStore(OfflineOptions(path=str(tmp_path / "store")))
+        runner = BatchRunner(store, thread, fail)
+        assert await runner.on_disk(store.lock)
+        await runner.on_disk(store.open)
+        batch_id = await runner.on_disk(lambda: begun_on_disk(store, lines(3).decode(), url=URL))
+        runs = asyncio.create_task(runner.run())
+        async with asyncio.timeout(PATIENCE_S):
+            while (batch := await runner.on_disk(batch_of, store, batch_id, KEY))["status"] != "completed":
+                await asyncio.sleep(0.05)
+        runs.cancel()
+        errors = store.path(batch["error_file_id"]).read_text().splitlines()
+        assert ["Incident" in line for line in errors] == [True] * 3
+        await runner.on_disk(store.close)
+
+
 async def test_a_store_that_dies_goes_on_where_it_was(offline: Offline) -> None:
     await offline.start()
     gpulet, client, batch = await held(offline, 12)
@@ -280,6 +326,46 @@ async def test_batches_that_cannot_be_are_refused(offline: Offline, body: dict[s
     await offline.start()
     answer = await offline.bench.client.post("/v1/batches", json={"input_file_id": "file-x", **body})
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("POST", "/v1/files", b"no form", 400),
+        ("PUT", "/v1/files", b"", 405),
+        ("DELETE", "/v1/batches/x", b"", 405),
+        ("GET", "/v1/files/a/b/c", b"", 404),
+        ("GET", "/v1/files?limit=none", b"", 400),
+        ("POST", "/v1/batches", b"", 400),
+        ("POST", "/v1/batches", b"{", 400),
+        ("POST", "/v1/batches", b"[]", 400),
+        ("POST", "/v1/batches", b"[" * 60_000, 400),
+        ("POST", "/v1/batches", b'{"input_file_id": "\\ud800", "endpoint": "/v1/completions"}', 400),
+        ("POST", "/v1/batches", b'{"input_file_id": "\\u0000", "endpoint": "/v1/completions"}', 404),
+        ("POST", "/v1/batches", b'{"input_file_id": "file-x", "endpoint": "/v1/completions"}', 404),
+    ],
+)
+async def test_every_refusal_is_openais_whatever_type_a_body_is_said_to_have(
+    offline: Offline, method: str, path: str, content: bytes, status: int
+) -> None:
+    await offline.start()
+    answer = await offline.bench.client.request(method, path, content=content)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_the_store_keeps_no_large_body_but_a_file(offline: Offline, is_chunked: bool) -> None:
+    await offline.start()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b" " * 30_000
+
+    content = chunks() if is_chunked else b" " * 90_000
+    answer = await offline.bench.client.post("/v1/batches", content=content)
+    assert (answer.status_code, "64 KiB" in answer.text) == (413, True)
+    assert (await offline.bench.client.get("/v1/batches")).status_code == 200
 
 
 async def test_a_body_in_chunks_of_more_than_a_gateway_takes_goes_on_to_the_disk(offline: Offline) -> None:
