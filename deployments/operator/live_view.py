@@ -40,14 +40,16 @@ class ModelHistory(msgspec.Struct, frozen=True):
 
 
 class LiveStatus(WatchedStatus, frozen=True, kw_only=True):
-    """The document at `GET /live`: the status without its distributions; of its plan only the GPUs and which of them
-    are drained; the figures of the last ten seconds, or since the first look; and the history of two minutes.
+    """The document at `GET /live`: the status without its distributions; of its plan only the GPUs, which of them
+    are drained, and the idle models; the figures of the last ten seconds, or since the first look; and the history of
+    two minutes.
     """
 
     models: dict[str, ModelCounts]
     applications: dict[str, RequestCounts]
     gpus: list[str]
     drained: list[str]
+    idle: list[str]
     window: WindowFigures
     history: RateHistory
 
@@ -114,6 +116,7 @@ class LiveView:
             applications={name: application.counts() for name, application in status.applications.items()},
             gpus=[gpu.id for gpu in planned.gpus],
             drained=planned.aside(),
+            idle=[*status.idle],
             window=between(before, status, now_s - before_s),
             history=self._history(),
         )

@@ -552,10 +552,16 @@ class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
     @property
     def drained(self) -> list[str]:
         """The drained nodes, racks and GPUs, which must hold nothing."""
-        return msgspec.convert(self.plan or {}, _Drained).drained
+        return msgspec.convert(self.plan or {}, _PlanKeys).drained
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """The idle models, and the seconds that a start of each takes."""
+        return msgspec.convert(self.plan or {}, _PlanKeys).idle
 
 
-class _Drained(msgspec.Struct):
-    """The only key of a plan that is read here."""
+class _PlanKeys(msgspec.Struct):
+    """The keys of a plan that are read here."""
 
     drained: list[str] = []
+    idle: dict[str, float] = {}

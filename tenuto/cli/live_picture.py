@@ -122,13 +122,14 @@ def _gpulets(live: LiveStatus, shown: int) -> Table:
 
 
 def _notes(live: LiveStatus) -> list[Text]:
-    """Return the idle and drained GPUs, the schedulers' settings, the last decision and the last two events."""
+    """Return idle and drained GPUs, idle models, the schedulers' settings, the last decision and two events."""
     decided = [] if live.controller is None else live.controller.log[:1]
     used = {gpu for gpulet in live.gpulets for gpu in (gpulet.gpu, *gpulet.also_on)}
     used |= {gpu for gpu in live.gpus for stray in live.strays if stray.startswith(f"{application_name(gpu)}-")}
     idle = [gpu for gpu in live.gpus if gpu not in used and gpu not in live.drained]
     lines = [f"idle GPUs: {', '.join(idle)}"] if idle else []
     lines += [f"drained GPUs: {', '.join(live.drained)}"] if live.drained else []
+    lines += [f"idle until somebody asks: {', '.join(live.idle)}"] if live.idle else []
     lines += [f"in no plan: {', '.join(live.strays)}; `tenuto deploy` ends what holds GPUs so"] if live.strays else []
     lines += [f"scheduler: {line}" for line in describe_schedulers(live.schedulers)]
     lines += [_happened("controller", event) for event in decided]

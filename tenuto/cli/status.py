@@ -94,6 +94,8 @@ def _print(status: SystemStatus) -> None:
         say(f"note: {note}")
     for place in status.drained:
         say(f"note: {place} is drained; `tenuto undrain {place}` lets it be used again")
+    for name, start_s in status.idle.items():
+        say(f"note: {name} is idle: nobody asks it. The next request brings it back, in about {start_s:.0f} s")
     for stray in status.strays:
         say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
     if (offline := status.offline) is not None:
@@ -112,6 +114,11 @@ def _print(status: SystemStatus) -> None:
             for name, model in status.models.items()
         ),
     )
+    if offline_counts := {name: m.offline for name, m in status.models.items() if m.offline is not None}:
+        print_table(
+            ("offline", *OUTCOMES, "waiting"),
+            ((n, *map(str, (*counts.by_outcome.values(), counts.queued))) for n, counts in offline_counts.items()),
+        )
     if status.applications:
         print_table(
             ("application", *OUTCOMES, "under way", "SLO ms", "answered ms (p50)"),

@@ -49,6 +49,7 @@ def test_a_picture_fits_and_says_what_it_leaves_out(live: LiveStatus, lines: int
     assert text[0].startswith("last 10 s: goodput ")
     assert text[0].endswith("gpu-lets 99 up, 1 down   emulated GPUs")
     assert "idle GPUs: spare/0" in text
+    assert "idle until somebody asks: rare" in text
     models = [line for line in text if line.startswith("network_")]
     gpulets = [line for line in text if line.startswith("n0/")]
     hidden = [line for line in text if line.startswith("…")]

@@ -1,10 +1,11 @@
 import pytest
 from msgspec.structs import replace
 
+from tenuto.cli import main
 from tenuto.cli.status import describe_share, sharing_notes
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.wire.status import GpuletMode, GpuletStatus, MpsStatus
+from tenuto.deployments.wire.status import GpuletMode, GpuletStatus, ModelStatus, MpsStatus, OfflineCounts, SystemStatus
 from tenuto.mps.others import OtherProcess
 from tests.deployments.programs import load
 from tests.instruments.fake_cuda import FakeCuda, late_model
@@ -47,3 +48,17 @@ def test_only_what_is_unusual_is_noted() -> None:
     first, second = sharing_notes([usual, gone, GpuletStatus(id="n0/0/c", cuda_mps=unusual)])
     assert first == "n0/0/c: its attachment to CUDA MPS was proved by: the only client that came during its start"
     assert second.endswith("process 7 (python, user 1001)")
+
+
+def test_idle_models_and_offline_requests_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {"rare": ModelStatus(), "busy": ModelStatus(offline=OfflineCounts(ok=7, failed=2, queued=3))}
+    shown = SystemStatus(models=models, plan={"idle": {"rare": 24.3}})
+    monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda _url, _type: shown)
+    with pytest.raises(SystemExit, match="0"):
+        main(["status", "--address", "http://127.0.0.1:1"])
+    told = capsys.readouterr().out
+    assert "note: rare is idle: nobody asks it. The next request brings it back, in about 24 s" in told
+    (row,) = (line.split() for line in told[told.index(" offline") :].splitlines()[1:2])
+    assert row == ["busy", "7", "0", "0", "0", "2", "3"]

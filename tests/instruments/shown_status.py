@@ -66,7 +66,12 @@ class ShownServer:
             "version": "0.1.0",
             "started_at_s": 1.79e9,
             "uptime_s": float(self.seconds),
-            "plan": {"policy": {"name": "tenuto"}, "gpus": [{"id": "spare/0"}, {"id": "n9/0"}], "drained": ["n9"]},
+            "plan": {
+                "policy": {"name": "tenuto"},
+                "gpus": [{"id": "spare/0"}, {"id": "n9/0"}],
+                "drained": ["n9"],
+                "idle": {"rare": 24.3},
+            },
             "policy": "tenuto",
             "schedulers": [
                 {"hold": 0.7, "defend": 1.0, "rehearsals": 12, "expected_gain": 0.008, "expected_spared": 0.1}

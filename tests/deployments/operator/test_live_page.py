@@ -1,6 +1,7 @@
 """The live page in a real browser: 50 models on 100 gpu-lets, hostile names, a server that is not there."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,8 +82,8 @@ def test_every_model_and_gpu_let_is_shown_and_names_stay_text() -> None:
     assert ">75.0 %</text>" in stages  # of the latency, the second stage
     assert stages.count('<td class="bad">') == 2  # it loses requests, and the first one does not
     assert '>spare/0</span><div class="shares"><div style="flex: 100 1 0' in dom  # idle, and drawn
-    assert "; drained: n9/0" in dom
+    assert "; drained: n9/0; idle until somebody asks: rare" in dom
     assert ">drained</div>" in dom
-    assert 'id="window">last 1 s<' in dom or 'id="window">last 2 s<' in dom
+    assert re.search(r'id="window">last \d+ s<', dom)
     assert "network_07 comes at 1.4 times its planned rate" in dom
     assert "n0/1/b: its process ended" in dom
