@@ -78,8 +78,17 @@ class BatchRunner:
                 for batch_id, key in await self._in_the_end(self._store.open_batches):
                     if batch_id not in self._batches:
                         self._batches.add(batch_id)
-                        tasks.create_task(self._work_off(batch_id, key), name=batch_id)
+                        tasks.create_task(self._work_off_alone(batch_id, key), name=batch_id)
                 await asyncio.sleep(_LOOKS_S)
+
+    async def _work_off_alone(self, batch_id: str, key: str) -> None:
+        """Work a batch off. A fault with it stops no other: the batch is left until the store starts again."""
+        try:
+            await self._work_off(batch_id, key)
+        except sqlite3.Error:
+            raise  # the store itself is at fault
+        except Exception:
+            logger.exception("%s is left as it is", batch_id)
 
     async def _work_off(self, batch_id: str, key: str) -> None:
         while await self._in_the_end(self._store.validate, batch_id):

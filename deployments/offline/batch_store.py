@@ -528,7 +528,7 @@ def _read(raw: bytes, endpoint: str) -> tuple[str | None, str, str]:
         custom_id = msgspec.json.decode(raw, type=_NamedLine).custom_id
         line = msgspec.json.decode(raw, type=RequestLine)
         is_streamed = msgspec.json.decode(line.body, type=_Body).stream
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         is_json = isinstance(error, msgspec.ValidationError)
         return custom_id, "invalid_request" if is_json else "invalid_json_line", str(error).rstrip(".")
     if not 0 < len(line.custom_id) <= _MOST_ID:

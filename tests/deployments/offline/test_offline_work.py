@@ -206,6 +206,48 @@ async def test_a_line_with_which_asking_fails_is_answered(tmp_path: Path) -> Non
         await runner.on_disk(store.close)
 
 
+@pytest.mark.parametrize("where", ["body", "inputs", "surprise", "line"])
+async def test_a_line_that_is_nested_too_deeply_stops_no_other(offline: Offline, where: str) -> None:
+    await offline.start()
+    client = offline.client()
+    deep = b"[" * 100_000 + b"]" * 100_000
+    good, other = lines(2).splitlines()
+    line = {"body": good.replace(b'{"inputs": ', b'{"more": %b, "inputs": ' % deep, 1), "line": deep}
+    line |= {"inputs": good.replace(b'"inputs": [', b'"inputs": [%b, ' % deep, 1), "surprise": b'{"a": %b}' % deep}
+    batch = await over(client, await begun(client, line[where] + b"\n" + other))
+    assert (batch.status, batch.request_counts and batch.request_counts.failed) == ("completed", 1)
+    assert [row["custom_id"] for row in await rows(client, batch.output_file_id)] == ["r1"]
+
+
+async def test_a_batch_with_which_the_store_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(_key: str, _line: object) -> LineReply:
+        return LineReply(200, b"{}")
+
+    with ThreadPoolExecutor(1) as thread:
+        store = BatchStore(OfflineOptions(path=str(tmp_path / "store")))
+        runner = BatchRunner(store, thread, ask)
+        assert await runner.on_disk(store.lock)
+        await runner.on_disk(store.open)
+        ids = [await runner.on_disk(lambda: begun_on_disk(store, lines(3).decode(), url=URL)) for _ in range(2)]
+        validate = store.validate
+
+        def fail_at_first(batch_id: str) -> bool:
+            if batch_id == ids[0]:
+                raise KeyError("a fault")
+            return validate(batch_id)
+
+        monkeypatch.setattr(store, "validate", fail_at_first)
+        runs = asyncio.create_task(runner.run())
+        async with asyncio.timeout(PATIENCE_S):
+            while (await runner.on_disk(batch_of, store, ids[1], KEY))["status"] != "completed":
+                await asyncio.sleep(0.05)
+        assert not runs.done()
+        runs.cancel()
+        await runner.on_disk(store.close)
+
+
 async def test_a_store_that_dies_goes_on_where_it_was(offline: Offline) -> None:
     await offline.start()
     gpulet, client, batch = await held(offline, 12)
