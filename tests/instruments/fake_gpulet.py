@@ -12,7 +12,7 @@ import numpy as np
 
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import read_parts
-from tenuto.deployments.wire.frames import FrameProtocol, listen
+from tenuto.deployments.wire.frames import FrameProtocol, listener
 from tenuto.deployments.wire.messages import (
     BatchFailed,
     BatchRan,
@@ -28,6 +28,7 @@ from tenuto.deployments.wire.status import GpuletMode
 from tenuto.deployments.wire.tensors import Blocks, RowOutput, inline_blocks, input_blocks
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tests.instruments.acceptor import Acceptor
 
 __all__ = ["SIGNATURE", "FakeGpulet", "finder", "make_plan", "state"]
 
@@ -76,11 +77,11 @@ class FakeGpulet:
         self.queue_ms = 0.0  # what it says that batches waited there
         self.incarnation = 0
         self._held: list[tuple[FrameProtocol, RunBatch, memoryview]] = []
-        self._protocols: set[FrameProtocol] = set()
+        self._protocols: set[FrameProtocol] = set()  # connections that have sent the token
         self.terms: dict[str, Term] = {}
         self.taken: list[int] = []  # the numbers of the terms that held, one after the other
         self.in_charge: FrameProtocol | None = None  # of the one sub-cluster that tests have
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._alive = asyncio.Event()
         self._arenas = MappedArenas()
         self.arrived = asyncio.Event()
@@ -88,10 +89,10 @@ class FakeGpulet:
     async def start(self) -> None:
         self.incarnation += 1
         self._address = f"\0tenuto-fake-{os.getpid()}-{id(self)}-{next(_names)}"
-        self._server = await listen(self._address, self._accept)
+        self._acceptor = Acceptor(listener(self._address), self._make_protocol)
         self._alive.set()
 
-    def _accept(self) -> FrameProtocol:
+    def _make_protocol(self) -> FrameProtocol:
         return FrameProtocol(
             self._on_message, self._on_lost, expect_token="t", on_hello=lambda protocol, _: self._greet(protocol)
         )
@@ -108,10 +109,8 @@ class FakeGpulet:
 
     def die(self) -> None:
         self._alive.clear()
-        assert self._server is not None
-        self._server.close()
-        for protocol in self._protocols:
-            protocol.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         self._protocols.clear()
         self._held.clear()
 

@@ -8,6 +8,7 @@ import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from tenuto.deployments.gpulet.executors.emulated_steps import EmulatedGenerator
 from tenuto.deployments.gpulet.replica import LocalReplica
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.wire.answers import Refused
+from tenuto.deployments.wire.frames import listener
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.outcome import Outcome, Rule
 from tenuto.placement import Plan
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.generating import Ending, Generator, Sampling, StepRan
 from tests.deployments.entry.test_generation import LENGTHS, OPTIONS, SLO, TINY, TURNS, counted_steps
+from tests.instruments.acceptor import Acceptor
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
 
@@ -89,13 +92,18 @@ class Line:
         self.replica = replica
         self._ends: list[asyncio.StreamWriter] = []
         self._carrying: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
 
     async def endpoint(self) -> Endpoint:
         far = await self.replica.endpoint()
         address = f"\0tenuto-line-{id(self)}"
-        if self._server is None:
-            self._server = await asyncio.start_unix_server(lambda r, w: self._accept(str(far.address), r, w), address)
+        if self._acceptor is None:
+
+            def make_protocol() -> asyncio.StreamReaderProtocol:
+                accept = partial(self._accept, str(far.address))
+                return asyncio.StreamReaderProtocol(asyncio.StreamReader(), accept)
+
+            self._acceptor = Acceptor(listener(address), make_protocol)
         return Endpoint(address, far.token)
 
     async def _accept(self, far: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,17 +121,17 @@ class Line:
         sink.close()
 
     def cut(self) -> None:
-        if self._server is not None:
-            self._server.close()
         for end in self._ends:
             end.transport.abort()
+        if self._acceptor is not None:
+            self._acceptor.close()
 
     async def close(self) -> None:
         """Let the process end, and carry what it has sent before that."""
         await self.replica.close()
-        if self._server is not None:
-            self._server.close()
         await asyncio.gather(*self._carrying)
+        if self._acceptor is not None:
+            self._acceptor.close()
 
 
 class Room:
