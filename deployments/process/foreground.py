@@ -38,12 +38,13 @@ _START_S = 900.0
 # limit: Serve gives all processes `UserConfig.ends_s` to end, 40 s at most; a busy machine takes longer for the rest
 DRAIN_S = 60.0
 _LEFT_S = 5.0  # limit: time for other processes to end after the process behind has ended
+_LOOKS_S = 20.0  # limit: until the foreground has looked, on a busy machine
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _LOST = 3  # format: exit code: the environment failed, and a supervisor may start the command again
 
 # Processes of our own Ray and Serve: a part of the command line, what the process is, and what its death means.
 # Replicas are not listed: Serve starts them again, and the status shows it.
-_VITAL = "nothing can serve without it: ending all"
+_VITAL = "nothing can serve without it: ending all. Run the command again; Ray's session_latest/logs say more"
 _UNNEEDED, _AGAIN, _AGENT = "what serves does not need it", "it is started again", "Ray's raylet ends with it"
 _KNOWN = (
     ("gcs_server", "Ray's head (GCS)", _VITAL),
@@ -73,6 +74,7 @@ class Orders:
         self._limit_s = limit_s
         self.to_stop = threading.Event()
         self._to_reload = threading.Event()
+        self._has_looked = threading.Event()
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def _read(self) -> None:
@@ -80,6 +82,8 @@ class Orders:
             while word := self._line.recv(1):
                 if word == b"r":
                     self._to_reload.set()
+                elif word == b"l":
+                    self._has_looked.set()
                 else:
                     self.to_stop.set()
         self.to_stop.set()  # the foreground was killed, so this process must keep the limit itself
@@ -98,6 +102,14 @@ class Orders:
         """Report that this process ends what it started, so deaths of processes from now on are no loss."""
         with suppress(OSError):
             self._line.send(b"e")
+
+    def await_look(self) -> None:
+        """Have the foreground look at the processes below it, and wait until it has. When one has died without which
+        nothing can serve, the foreground says so and ends all, this process too."""
+        self._has_looked.clear()
+        with suppress(OSError):
+            self._line.send(b"l")
+            self._has_looked.wait(_LOOKS_S)
 
     def sleep(self, seconds: float) -> None:
         """Wait; raises `Stopped` as soon as the foreground orders an end."""
@@ -194,16 +206,16 @@ class _Foreground:
             code = self._obey(os.read(self._taken, 64)) if self._taken in ready else None
             if code is not None:
                 return self._end(code)
+            report = b""
             if self._line.fileno() in ready:
                 report = self._line.recv(16)
+                if not report:
+                    self._line.close()
+                self._is_joined = self._is_joined or b"j" in report
+                if b"s" in report and not self._is_draining:
+                    self._is_serving, self._until_at = True, float("inf")
                 if b"e" in report and not self._is_draining:
                     self._is_draining, self._until_at = True, time.monotonic() + DRAIN_S
-                elif b"j" in report:
-                    self._is_joined = True
-                elif report and not self._is_draining:
-                    self._is_serving, self._until_at = True, float("inf")
-                elif not report:
-                    self._line.close()
             below = _below(self._others)
             # Before `_reap`, so that the cause is reported, too.
             is_lost = not self._is_draining and self._report_lost(below)
@@ -211,11 +223,15 @@ class _Foreground:
             if ended is not None:
                 if os.WIFSIGNALED(ended):
                     self._tell(f"the process that serves was killed by signal {os.WTERMSIG(ended)}; ending all")
-                code = _LOST if os.WIFSIGNALED(ended) else os.WEXITSTATUS(ended)
+                # Ray itself ends a process with 1 when its raylet has died.
+                code = _LOST if is_lost or os.WIFSIGNALED(ended) else os.WEXITSTATUS(ended)
                 patience_s = 0.0 if os.WIFSIGNALED(ended) else _LEFT_S
                 return self._end(code if self._code is None else self._code, patience_s)
             if is_lost:
                 return self._end(_LOST)
+            if b"l" in report:
+                with suppress(OSError):
+                    self._line.send(b"l")
             self._kill_hung(below)
             if time.monotonic() > self._until_at:
                 what = "drained" if self._is_draining else "begun to serve"

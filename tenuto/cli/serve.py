@@ -79,6 +79,7 @@ def _serve(
         try:
             launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
             leave_signals_to_the_foreground()
+            orders.await_look()  # so that it knows Ray's processes, whichever of them dies
             if launcher.owns_ray:
                 check_texts(deployment, is_here=True)
             else:
@@ -109,6 +110,9 @@ def _serve(
             _keep(arguments, orders)
         except Stopped:
             pass
+        except Exception:
+            orders.await_look()  # when a process of Ray died, that is the cause
+            raise
         finally:
             orders.ending()
         tell("draining")

@@ -30,6 +30,28 @@ with forked_ray_workers():
     main(sys.argv[1:])
 """
 
+# It kills a process of its Ray before the n-th call that may block.
+DIES = (
+    """
+import os, signal, sys, threading
+from types import SimpleNamespace
+from tenuto.deployments.process import limits
+from tests.cli.test_serve import below
+
+victim, number = sys.argv.pop(1), int(sys.argv.pop(1))
+calls = []
+
+def thread(**how):
+    calls.append(how)
+    if len(calls) == number:
+        os.kill(below(os.getpid(), victim)[0], signal.SIGKILL)
+    return threading.Thread(**how)
+
+limits.threading = SimpleNamespace(Thread=thread)
+"""
+    + PROGRAM
+)
+
 PLAN = """
 schema: 1
 policy: {name: test}
@@ -61,9 +83,9 @@ models:
 )
 
 
-def tenuto(*args: str, **environment: str) -> subprocess.Popen[str]:
+def tenuto(*args: str, program: str = PROGRAM, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *args],
+        [sys.executable, "-c", program, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -139,19 +161,26 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(capsys: pytest.Captur
     until(lambda: with_mark(mark) == [])
 
 
-def serving(tmp_path: Path) -> tuple[subprocess.Popen[str], str, str]:
-    """Start the server on a Ray of its own; return its process, its address and the mark of its processes."""
+def serving(tmp_path: Path, *first: str, program: str = PROGRAM) -> tuple[subprocess.Popen[str], str, str]:
+    """Start the server on a Ray of its own; return its process, its address and the mark of its processes. `first`:
+    arguments of another program than the usual one."""
     plan, mark, port = tmp_path / "plan.yaml", uuid.uuid4().hex, unused_port()
     plan.write_text(PLAN)
     alone = {"RAY_TMPDIR": tempfile.mkdtemp(prefix="r"), "RAY_AUTH_MODE": "", "TENUTO_TEST_MARK": mark}
-    process = tenuto("serve", str(plan), "--port", str(port), "--emulate", RAY_ADDRESS="local", **alone)
+    arguments = (*first, "serve", str(plan), "--port", str(port), "--emulate")
+    process = tenuto(*arguments, program=program, RAY_ADDRESS="local", **alone)
     return process, f"http://127.0.0.1:{port}", mark
 
 
 def of_ray(process: subprocess.Popen[str], part: str) -> list[int]:
+    """Return its processes of Ray, by a part of their command lines."""
+    return below(process.pid, part)
+
+
+def below(pid: int, part: str) -> list[int]:
     """Return the processes below one whose command line begins with words that hold `part`. Ray's agents write their
     title over their environment."""
-    found, waiting = [], [process.pid]
+    found, waiting = [], [pid]
     while waiting:
         pid = waiting.pop()
         try:
@@ -176,11 +205,50 @@ def test_the_death_of_rays_agent_is_said_and_ends_it_with_3(tmp_path: Path) -> N
     finally:
         process.kill()
     assert process.returncode == 3, err
-    # The end of Ray's agents is said, unless the command still asked what serves, which has ended by then.
-    assert "agent died: Ray's raylet ends with it\n" in err or "does not answer" in err
-    # The raylet's end is said too, unless what serves noticed it first and has ended by that.
-    assert "raylet died: nothing can serve without it: ending all\n" in err or "answer" in err, err
+    assert "agent died: Ray's raylet ends with it\n" in err, err
+    assert "raylet died: nothing can serve without it: ending all. Run the command again" in err, err
     assert with_mark(mark) == []
+
+
+_NIGHT = pytest.mark.night
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("victim", "call", "said"),
+    [
+        ("/raylet/raylet", 12, "raylet died"),  # Serve starts
+        *(pytest.param("/raylet/raylet", call, "raylet died", marks=_NIGHT) for call in (1, 7, 10, 14, 17, 30)),
+        *(pytest.param("gcs_server", call, "Ray's head (GCS) died", marks=_NIGHT) for call in (1, 7, 12, 30)),
+        *(pytest.param("DashboardAgent", call, "dashboard agent died", marks=_NIGHT) for call in (12, 17, 30)),
+    ],
+)
+def test_what_of_ray_dies_while_it_starts_is_named(tmp_path: Path, victim: str, call: int, said: str) -> None:
+    process, _, mark = serving(tmp_path, victim, str(call), program=DIES)
+    try:
+        _, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 3, err
+    assert said in err, err
+    assert "internal error" not in err
+    assert "Run the command again" in err
+    assert with_mark(mark) == []
+
+
+def test_a_fault_of_ray_is_no_internal_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.exceptions import ActorDiedError
+
+    def fails(*_: object, **__: object) -> None:
+        raise ActorDiedError
+
+    monkeypatch.setattr("tenuto.cli.root.main", fails)
+    code, err = refused(capsys)
+    assert code == 3
+    assert err.startswith("error: Ray or a process of it ended or does not answer (ActorDiedError: ")
+    assert "Run `tenuto doctor`" in err
 
 
 @pytest.mark.ray
