@@ -5,7 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tenuto.deployments.serve.launcher import Launcher
 from tenuto.deployments.serve.states import application_states
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LONG_MS", "PATIENCE_S", "asking", "bring_up", "infer", "pids", "post", "until", "with_mark"]
+__all__ = ["LONG_MS", "PATIENCE_S", "asking", "bring_up", "infer", "pids", "post", "until", "until_pids", "with_mark"]
 
 PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
 LONG_MS = 60_000.0  # a deadline that a busy machine meets too
@@ -98,12 +98,29 @@ def pids(url: str) -> dict[str, int]:
     return {gpulet["id"]: gpulet["pid"] for gpulet in gpulets if gpulet["up"]}
 
 
+def until_pids(url: str, expected: Mapping[str, int]) -> None:
+    """Wait until these gpu-lets are up, each as this process: a gateway that has just started knows none at first."""
+    end = time.monotonic() + PATIENCE_S
+    while (present := pids(url)) != expected and time.monotonic() < end:
+        time.sleep(0.1)
+    assert present == expected
+
+
 def until(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Wait until a claim holds."""
     end = time.monotonic() + timeout_s
     while not claim():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, f"it never came; Serve has {_shown_states()}"
         time.sleep(0.1)
+
+
+def _shown_states() -> dict[str, str]:
+    """Return what Serve says of every application, where this process is connected to one."""
+    import ray
+
+    if not ray.is_initialized():
+        return {}
+    return {name: f"{state.status} {state.message}".strip() for name, state in application_states().items()}
 
 
 def with_mark(mark: str) -> list[int]:
