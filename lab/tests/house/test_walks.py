@@ -132,9 +132,10 @@ def plan(folder: Path) -> list[Stay]:
     models = [{"name": "resnet50", "rate_rps": 300, "slo_ms": 200}, {"name": "bert", "rate_rps": 100, "slo_ms": 300}]
     (folder / "w.yaml").write_text(yaml.safe_dump({"models": models}))
     verb = load_verb("plan")
+    options = ("--gpus", "v100:2", "--option", "requests=1000")  # longer trials take time, and no further stay
     assert verb is not None
     with walked() as stays:
-        ran = CliRunner().invoke(verb, [str(folder / "w.yaml"), "--gpus", "v100:2", "-o", str(folder / "p.yaml")])
+        ran = CliRunner().invoke(verb, [str(folder / "w.yaml"), "-o", str(folder / "p.yaml"), *options])
     assert ran.exit_code == 0, ran.output
     return stays
 
