@@ -288,7 +288,11 @@ with open(address + ".lock", "w") as lock:
 def forked_ray_workers() -> Iterator[None]:
     """Let every Ray that this process starts fork its workers."""
     import pytest
+    from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+
+    from tenuto.deployments.serve.launcher import unused_port
 
     # A server outlives the relay that started it, and is to be found among the processes below this one.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -304,9 +308,21 @@ def forked_ray_workers() -> Iterator[None]:
                 given |= {"worker_path": str(program), "setup_worker_path": str(program)}
                 # Nobody asks it for lines, as `log_to_driver` is off; it takes as much of a core as the raylet.
                 given["include_log_monitor"] = False
+            if "runtime_env_agent_port" in given:
+                given = {name: port or unused_port() for name, port in given.items()}
             update(self, **given)
 
+        start = Node.start_ray_processes
+
+        def start_with_port(self: Node) -> None:
+            # -1: none; the agent writes its own over it
+            persist_port(self.get_session_dir_path(), self._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
+            start(self)
+
+        # A raylet waits for the ports that its agents choose, and aborts after 15 s, by no setting. On a busy machine
+        # agents need longer for what they import. So the ports are there before the agents are.
         patch.setattr(RayParams, "update_if_absent", with_relay)
+        patch.setattr(Node, "start_ray_processes", start_with_port)
         yield
 
 
