@@ -46,7 +46,7 @@ LARGE = 40  # limit: models or GPUs of a plan that is tried; beyond, a trial tak
 SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
 # Derived: of its time, as the scheduler's `save_above`: a busiest gpu-let below it has headroom enough, and fewer
 # processes are better.
-ROOMY = DeferredOptions.save_above
+ROOMY = DeferredOptions().save_above
 # Fitted: times as many requests of other arrivals in a confirming trial. Of rare models the short trial sees a few
 # hundred requests, whose misses come in clumps: of 193 models four had stood it and lose 1.2 to 2.6 % for good
 # (lab/journal/benchmarks-placement.md).
