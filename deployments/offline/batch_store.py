@@ -266,12 +266,16 @@ class BatchStore:
         Raises:
             StoreError: 413 where the key holds all that it may, 507 where the disk is full.
         """
-        held: int = self._db.execute(
-            "SELECT COALESCE(SUM(IIF(kind = 'file', json_extract(document, '$.bytes'), IIF(is_open, json_extract("
-            "progress, '$.output_bytes') + json_extract(progress, '$.error_bytes'), 0))), 0) FROM documents "
-            "WHERE key = ?",
+        row: tuple[int, int] = self._db.execute(
+            "SELECT COALESCE(SUM(kind = 'file'), 0), "
+            "COALESCE(SUM(IIF(kind = 'file', json_extract(document, '$.bytes'), "
+            "IIF(is_open, json_extract(progress, '$.output_bytes') + json_extract(progress, '$.error_bytes'), 0))), 0) "
+            "FROM documents WHERE key = ?",
             (key,),
-        ).fetchone()[0]
+        ).fetchone()
+        files, held = row
+        if files >= self.options.max_files:
+            raise StoreError(413, f"{files:,} files are here, and more are not allowed. Delete some.")
         allowed = (self.options.max_held_mib << 20) - held
         if allowed <= 0:
             raise StoreError(413, f"the files here hold {held >> 20} MiB, and more are not allowed. Delete some.")

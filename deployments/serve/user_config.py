@@ -302,13 +302,14 @@ class Entrance(Access):
 class OfflineOptions(StrictModel):
     """The store of batches. `path`: its folder on the node of Ray's head.
 
-    `max_file_mib`: largest file; `max_held_mib`: all files of a key; `max_lines`: lines of a key's batches that are not
-    over. `under_way`: lines that are asked at a time, of all batches.
+    `max_file_mib`: largest file; `max_held_mib` and `max_files`: all files of a key, and their number; `max_lines`:
+    lines of a key's batches that are not over. `under_way`: lines that are asked at a time, of all batches.
     """
 
     path: Annotated[str, Field(min_length=1)]
     max_file_mib: Annotated[int, Field(ge=1)] = 2048
     max_held_mib: Annotated[int, Field(ge=1)] = 16_384
+    max_files: Annotated[int, Field(ge=1)] = 10_000
     max_lines: Annotated[int, Field(ge=1)] = 1_000_000
     under_way: Annotated[int, Field(ge=1, le=4096)] = 64
 

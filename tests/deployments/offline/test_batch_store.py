@@ -31,7 +31,7 @@ class Clock:
 
 
 def opened(path: Path, **how: Any) -> BatchStore:
-    limits = {name: how.pop(name) for name in ("max_held_mib", "max_lines") if name in how}
+    limits = {name: how.pop(name) for name in ("max_held_mib", "max_files", "max_lines") if name in how}
     store = BatchStore(OfflineOptions(path=str(path), **limits), **how)
     assert store.lock()
     store.open()
@@ -268,6 +268,17 @@ def test_a_key_that_holds_all_it_may_sends_no_more(tmp_path: Path) -> None:
     assert store.room_bytes("bob") == 1 << 20
     store.delete_file(KEY, file["id"])
     assert store.room_bytes(KEY) == 1 << 20
+
+
+def test_a_key_may_have_so_many_files_however_small_they_are(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_files=2)
+    files = [msgspec.json.decode(store.add_file(KEY, "f", store.copy_file(io.BytesIO()))) for _ in range(2)]
+    with pytest.raises(StoreError, match="2 files are here") as caught:
+        store.room_bytes(KEY)
+    assert caught.value.status == 413
+    assert store.room_bytes("bob")
+    store.delete_file(KEY, files[0]["id"])
+    assert store.room_bytes(KEY)
 
 
 def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
