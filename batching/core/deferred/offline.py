@@ -6,6 +6,9 @@ batch and of the batches that go before it, with what is expected to come meanwh
 bursts: the square of the load, as so often a request finds two batches before it. A batch of the offline requests' own
 model takes them along where the same slack allows it.
 
+What comes is shared by the gpu-lets of a pool that no offline batch has, and so are the batches before a program's own:
+the last such gpu-let is kept for all of them.
+
 A program that nobody asks keeps the slack of a request that would come now. Where not even one offline request fits
 into it, one at a time runs once nobody has asked for a minute.
 
@@ -35,6 +38,7 @@ class OfflineRequests:
         self._queues = queues
         self._gpulets = gpulets
         self._busy: dict[int, tuple[float, float]] = {}  # by pool: see `_busy_ms`, and when that was
+        self._ends_ms: dict[int, dict[int, float]] = {}  # of the last offline batch, by pool and gpu-let
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of (deadline, program, request)
         self._since_ms = INF  # when the first came
 
@@ -91,6 +95,7 @@ class OfflineRequests:
 
     def next_batch(self, pool: WaitingPool, now: float, starts_at: float, gpulet: int) -> tuple[int, int]:
         """Return the program and the size of the offline batch that may start on a gpu-let then; size 0: none."""
+        ends_ms = self._ends_ms.setdefault(pool.index, {})
         rivals, lately = (self._rivals(pool, now, None, within_ms) for within_ms in (INF, _UNASKED_MS))
         for program, waiting in self.waiting.items():
             run = pool.run.get(program)
@@ -101,6 +106,7 @@ class OfflineRequests:
                 size = self._largest(pool, rivals, run, factor, begin, now, most, 0)
                 size = size or self._largest(pool, lately, run, factor, begin, now, 1, 0)
                 if size:
+                    ends_ms[gpulet] = begin + factor * run[size]
                     return program, size
         return -1, 0
 
@@ -145,21 +151,26 @@ class OfflineRequests:
     def _rivals(
         self, pool: WaitingPool, now: float, apart: WaitingQueue | None, asked_within_ms: float
     ) -> list[tuple[float, WaitingQueue, float]]:
-        """Return (deadline, queue, requests per ms to one of its gpu-lets) of the programs that may need a gpu-let of
-        the pool, the first deadline first; only of those that were asked within a time."""
+        """Return (deadline, queue, requests per ms to a gpu-let without an offline batch) of the programs that may need
+        a gpu-let of the pool, the first deadline first; only of those that were asked within a time."""
         rivals = []
+        free = self._free(pool, now)
         for program in pool.run:
             queue = self._queues[program]
             rate = queue.rate
             asked_ms = rate.next_at if rate.count else self._since_ms
             is_silent = now >= asked_ms + ArrivalRate.RECENT_MS
-            per_ms = 0.0 if is_silent else max(rate.rps or 0.0, rate.recent_rps) / 1000.0
+            per_ms = 0.0 if is_silent else max(rate.rps or 0.0, rate.recent_rps) / (1000.0 * free)
             if queue.ids and queue is not apart:
                 rivals.append((queue.deadlines[0], queue, per_ms))
             elif (rate.rps or rate.count) and now - asked_ms < asked_within_ms:
                 rivals.append((now + queue.costs.budget_ms, queue, per_ms))
         rivals.sort(key=_deadline)
         return rivals
+
+    def _free(self, pool: WaitingPool, now: float) -> int:
+        """Return how many gpu-lets of a pool no offline batch has, and at least 1: the others share what comes."""
+        return max(1, pool.size - sum(end > now for end in self._ends_ms.get(pool.index, {}).values()))
 
     def _fits(
         self,
@@ -170,7 +181,7 @@ class OfflineRequests:
         part: float,
     ) -> bool:
         """Return whether a batch that ends in so many ms takes at most this part of every program's slack."""
-        before_ms = 0.0
+        before_ms, free = 0.0, self._free(pool, now)
         for deadline, queue, per_ms in rivals:
             costs = queue.costs
             come = per_ms * ends_ms
@@ -179,7 +190,7 @@ class OfflineRequests:
             own_ms = queue.batch.factor * run[max(1, min(count, costs.longest, len(run) - 1))]
             slack_ms = deadline - now - self._gpulets.way_ms(1) - before_ms - own_ms
             if count:  # of those that nobody asks, two do not come at once
-                before_ms += own_ms
+                before_ms += own_ms / free
             if ends_ms > part * slack_ms + TIME_TOLERANCE_MS:
                 return False
         return True
