@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -52,6 +52,7 @@ logger = logging.getLogger("ray.serve")
 
 _MOST_AT_ONCE = 64  # limit: requests of a stage that are sent in one turn of the loop, 2 ms or less
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -210,7 +211,8 @@ class RunningGraph:
 
     def begin(self) -> None:
         """Ask for the first stages."""
-        self._guarded(lambda: self._begin_stages(self._run.begin(self._clock_ms())))
+        now_ms = self._clock_ms()
+        self._guarded(self._begin_stages, self._run.begin(now_ms), now_ms)
 
     def withdraw(self) -> None:
         """Ask for no more: the client is gone, or is answered without this."""
@@ -251,11 +253,11 @@ class RunningGraph:
 
     # --- stages -------------------------------------------------------------------------------------------------
 
-    def _begin_stages(self, places: Sequence[int]) -> None:
+    def _begin_stages(self, places: Sequence[int], now_ms: float) -> None:
         """Ask for the stages that are due, and end when none is left."""
         for place in places:
             if not self._is_over:
-                self._begin_stage(place)
+                self._begin_stage(place, now_ms)
         if not self._run.is_complete or self._is_over or self._calls:
             return
         if self._interface.composed.outputs is None:
@@ -264,26 +266,26 @@ class RunningGraph:
         else:
             self._complete(self._outputs())
 
-    def _begin_stage(self, place: int) -> None:
-        stage, now_ms = self._interface.application.stages[place], self._clock_ms()
+    def _begin_stage(self, place: int, now_ms: float) -> None:
+        stage = self._interface.application.stages[place]
         if self._run.cannot_end(place, now_ms):
             reason = f"stage '{stage.label}' and what follows cannot end by the deadline. Raise the SLO or add GPUs"
             self._give_up(Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE), place)
         elif stage.map is None:
-            self._send(place, [self._stage_inputs(place)] * stage.most_requests)
+            self._send(place, [self._stage_inputs(place)] * stage.most_requests, now_ms)
         else:
             seen, latest_ms = self._seen(self._interface.before[place]), self.deadline_ms - self.reserve_ms
             ask = lambda pool: pool.make_requests(place, seen, latest_ms, self._memory)  # noqa: E731
-            self._call(place, ask, partial(self._send, place))
+            self._call(place, ask, lambda samples: self._send(place, samples, self._clock_ms()))
 
     def _complete(self, outputs: Sequence[OutputTensor]) -> None:
         self.withdraw()
         self._asker.completed(self, outputs)
 
-    def _guarded(self, step: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do a step of this request. Whatever it raises ends this request, and nothing else."""
         try:
-            step()
+            step(*args, **kwargs)
         except HttpError as error:
             self._give_up(_refusal("what its stages hand on", error))
         except Exception as error:
@@ -322,7 +324,7 @@ class RunningGraph:
             return
         error = call.exception()
         if error is None:
-            self._guarded(lambda: then(call.result()))
+            self._guarded(then, call.result())
         else:
             self._give_up(_refusal(name, error), place)
 
@@ -332,23 +334,23 @@ class RunningGraph:
 
     # --- requests of stages -------------------------------------------------------------------------------------
 
-    def _send(self, place: int, samples: Sequence[RequestInputs]) -> None:
+    def _send(self, place: int, samples: Sequence[RequestInputs], now_ms: float) -> None:
         """Ask a model for all requests of a stage."""
-        now_ms = self._clock_ms()
         self.stages[place] = StageRequests(self, place, len(samples))
         due = self._run.expand(place, len(samples), now_ms)
         if self._interface.stages[place].generates is None:
             requests = self.stages[place]
             requests.shadows = self._application.shadows_of(self._interface.graph.stages[place].model)
             requests.samples = samples if requests.shadows else ()
-            self._send_some(place, partial(self._send_request, place, samples))
+            self._send_some(place, partial(self._send_request, place, samples), now_ms)
         else:
             self._read_prompts(place, samples)
-        self._begin_stages(due)
+        if due or not samples:
+            self._begin_stages(due, now_ms)
 
-    def _send_some(self, place: int, ask: Callable[[int, float, float], None], first: int = 0) -> None:
+    def _send_some(self, place: int, ask: Callable[[int, float, float], None], now_ms: float, first: int = 0) -> None:
         """Ask for the requests of a stage from one on: as many as one turn of the loop may take, then the others."""
-        now_ms, end, count = self._clock_ms(), first + _MOST_AT_ONCE, len(self.stages[place].outputs)
+        end, count = first + _MOST_AT_ONCE, len(self.stages[place].outputs)
         slo_ms = self._run.deadline_ms(place, now_ms) + self.reserve_ms - now_ms
         problem = self._why_other(place)
         for position in range(first, min(end, count)):
@@ -374,7 +376,7 @@ class RunningGraph:
 
     def _send_rest(self, place: int, ask: Callable[[int, float, float], None], first: int) -> None:
         if not self._is_over:
-            self._send_some(place, ask, first)
+            self._send_some(place, ask, self._clock_ms(), first)
 
     def _send_request(
         self, place: int, samples: Sequence[RequestInputs], position: int, now_ms: float, slo_ms: float
@@ -441,7 +443,7 @@ class RunningGraph:
             left_s = max(0.0, self._run.latest_end_ms(place) - self._clock_ms()) / 1000.0
             requests.timer = asyncio.get_running_loop().call_later(left_s, self._expire_texts, place)
         requests.emulated = self._interface.stages[place].platform == "emulated"
-        self._send_some(place, partial(self._send_prompt, place, model, prompts))
+        self._send_some(place, partial(self._send_prompt, place, model, prompts), self._clock_ms())
 
     def _send_prompt(
         self,
@@ -525,15 +527,16 @@ class RunningGraph:
     def answered(self, place: int, position: int) -> None:
         """Go on after a request of a stage was answered."""
         if not self._is_over:
-            self._guarded(lambda: self._answered(place, position))
+            self._guarded(self._answered, place, position)
 
     def _answered(self, place: int, position: int) -> None:
-        now_ms = self.first_ms if self._is_streamed(place) else self._clock_ms()
+        now_ms = self._clock_ms()
+        at_ms = self.first_ms if self._is_streamed(place) else now_ms
         if self.stages[place].samples:
             self._copy_request(place, position)
         if self._interface.handed_on[place]:
             self._share(place, position)
-        self._begin_stages(self._run.answered(place, now_ms))
+        self._begin_stages(self._run.answered(place, at_ms), now_ms)
 
     def lost(self, place: int, refused: Refused) -> None:
         """Go on without a request of a stage, or end: a fan-out lives and dies together."""
@@ -544,7 +547,7 @@ class RunningGraph:
             label = self._interface.graph.stages[place].label
             self._give_up(structs.replace(refused, reason=f"stage '{label}': {refused.reason}"), place)
         else:
-            self._guarded(lambda: self._begin_stages(self._run.due()))
+            self._guarded(self._begin_stages, self._run.due(), now_ms)
 
     def _give_up(self, refused: Refused, place: int | None = None) -> None:
         """End this request without an answer: at a stage, or without one at what makes the answer."""

@@ -78,13 +78,13 @@ class ServedModels:
 
     def choose_version(self, model: str) -> PlannedModel:
         """Return a version of the model of a stage for one request: as of requests that name none."""
-        split = self.splits.get(split_name(model)[0])
+        split = self.splits.get(split_name(model)[0]) if self.splits else None
         name = model if split is None else split.choose(random.random())
         return self._models.get(name) or PlannedModel(name)
 
     def _shadows_of(self, model: str) -> Shadows:
         """Return the versions of the model of a stage that get copies of its requests."""
-        split = self.splits.get(split_name(model)[0])
+        split = self.splits.get(split_name(model)[0]) if self.splits else None
         return () if split is None else split.shadows
 
     def _signature(self, name: str) -> ModelSignature | None:
