@@ -23,8 +23,18 @@ class ApplicationRun:
     complete.
     """
 
-    def __init__(self, graph: ApplicationGraph, arrived_ms: float, deadline_ms: float, times: StageTimes) -> None:
-        """`deadline_ms`: when the answer of the application must be there."""
+    def __init__(
+        self,
+        graph: ApplicationGraph,
+        arrived_ms: float,
+        deadline_ms: float,
+        times: StageTimes,
+        *,
+        is_offline: bool = False,
+    ) -> None:
+        """`deadline_ms`: when the answer of the application must be there. One that `is_offline` says nothing of how
+        long stages take for others."""
+        self._is_offline = is_offline
         self.graph, self.arrived_ms, self._deadline_ms, self._known = graph, arrived_ms, deadline_ms, times.of(graph)
         self._waits = [len(stage.before) for stage in graph.stages]  # stages before each that are not complete
         self._left = [0] * len(graph.stages)  # requests of each stage without an answer, once it is expanded
@@ -66,7 +76,7 @@ class ApplicationRun:
         if not self.is_over and self.graph.stages[stage].allow_missing:
             self._end_request(stage, now)
             return False
-        if not self.is_over:
+        if not self.is_over and not self._is_offline:
             for place in self.graph.ahead[stage]:
                 self._known.note_loss_behind(place)
         self.give_up(now)
@@ -108,7 +118,7 @@ class ApplicationRun:
         self.stage_ms[stage] = now - self.due_ms[stage]
         self._open -= 1
         self.is_over = not self._open
-        if self.is_over:
+        if self.is_over and not self._is_offline:
             self._known.note_answer(self.due_ms, [a + b for a, b in zip(self.due_ms, self.stage_ms, strict=True)])
         for later in self.graph.stages[stage].later:
             self._waits[later] -= 1

@@ -51,6 +51,7 @@ class ModelCounters(ModelCounts, kw_only=True):
     tpot_s: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKEN_TIMES))
     by_size: list[SizeCounts] = msgspec.field(default_factory=lambda: [SizeCounts()])
     class_rows: dict[int, SizeCounts] = msgspec.field(default_factory=dict)
+    gpu_s: float = 0.0  # counted of offline requests only
 
     def follow(self, spec: ModelSpec, classes: Mapping[int, Sizes]) -> None:
         """From now on this is the model's entry. `classes`: the sizes of its size classes by their index in the core,
@@ -214,6 +215,11 @@ class Counters:
         self.ended.add_refused(
             generation.client_id, generation.name, generation.arrived_ms, generation.first_by_ms, refused, now_ms
         )
+
+    def offline_ran(self, models: Mapping[str, int], of: int, execution_ms: float) -> None:
+        """Count the GPU time of offline requests: so many of each model of all `of` that ran together."""
+        for name, count in models.items():
+            self.offline[name].gpu_s += execution_ms / 1000.0 * count / of
 
     def batch_sent(self, batch: Batch, signature: ModelSignature | None) -> None:
         """Count a batch that was sent, for each model in it, unless it is all offline. `signature`: of the model, if

@@ -121,6 +121,7 @@ class Generations:
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
+            self._accounts.offline_ran(gpulet.offline, max(1, len(gpulet.generating)), generated.execution_ms)
             if len(gpulet.generating) > gpulet.offline.total():
                 self._accounts.advice.executed(gpulet.id, generated.execution_ms)
         for number, scores in generated.scores:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -250,6 +251,9 @@ class SentBatches:
         # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
         core.wake(now)
         self._accounts.advice.executed(gpulet.id, ran.execution_ms * batch.online_part)
+        if batch.online_part < 1.0:
+            offline = Counter(request.name for request in batch.requests if request.offline)
+            self._accounts.offline_ran(offline, len(batch.requests), ran.execution_ms)
         state = gpulet.connection.state
         for requests, executed in split_reply(
             batch,

@@ -1,4 +1,5 @@
-"""Asks the lines of batches, a bounded number at a time, and keeps their answers. All batches share these evenly.
+"""Asks the lines of batches, a bounded number at a time, and keeps their answers. Clients share these evenly, and so
+do the batches of each.
 
 It has no state that matters: a process that takes over asks what has no answer yet.
 """
@@ -10,7 +11,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,7 +49,7 @@ class BatchRunner:
         """Take the store, the one thread that uses it, and what asks a line."""
         self._store, self._thread, self._ask = store, thread, ask
         self.full_s = _FULL_S
-        self._batches: set[str] = set()  # that are worked off
+        self._batches: dict[str, str] = {}  # that are worked off, with the names of their keys
         self._answers: asyncio.Queue[tuple[str, LineAnswer, asyncio.Future[None]]] = asyncio.Queue()
         self.problem = ""  # why nothing is asked now
 
@@ -77,7 +78,7 @@ class BatchRunner:
             while True:
                 for batch_id, key in await self._in_the_end(self._store.open_batches):
                     if batch_id not in self._batches:
-                        self._batches.add(batch_id)
+                        self._batches[batch_id] = key
                         tasks.create_task(self._work_off_alone(batch_id, key), name=batch_id)
                 await asyncio.sleep(_LOOKS_S)
 
@@ -96,7 +97,7 @@ class BatchRunner:
         rest, deaths, after = _Rest(), Counter[int](), -1
         asking: set[asyncio.Task[None]] = set()
         while True:
-            free = max(1, self._store.options.under_way // len(self._batches)) - len(asking)
+            free = share_of(key, [*self._batches.values()], self._store.options.under_way) - len(asking)
             if (lines := await self._in_the_end(self._store.pending, batch_id, after, max(1, free))) is None:
                 break
             if not lines and not asking:
@@ -118,7 +119,7 @@ class BatchRunner:
             await asyncio.wait(asking)
         while await self._in_the_end(self._store.finish, batch_id):
             pass
-        self._batches.discard(batch_id)
+        del self._batches[batch_id]
 
     async def _answer(self, batch_id: str, key: str, line: BatchLine, rest: _Rest, deaths: Counter[int]) -> None:
         """Ask a line and keep its answer, unless it is to be asked once more."""
@@ -154,6 +155,11 @@ class BatchRunner:
             for _, _, recorded in came:
                 if not recorded.done():  # its batch ended meanwhile
                     recorded.set_result(None)
+
+
+def share_of(key: str, keys: Sequence[str], under_way: int) -> int:
+    """Return how many lines of a batch of a key may be under way; `keys` are those of all open batches."""
+    return max(1, under_way // (len(set(keys)) * keys.count(key)))
 
 
 class _Rest:

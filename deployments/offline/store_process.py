@@ -7,6 +7,7 @@ clients' keys stand between, and its work is not done in a gateway's process.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import secrets
@@ -29,7 +30,6 @@ from tenuto.deployments.entry.protocols.oip_requests import OFFLINE
 from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service.inference import InferenceService
 from tenuto.deployments.entry.service.python_handle import ALONE
-from tenuto.deployments.entry.service.routing import load_path
 from tenuto.deployments.offline.batch_routes import make_batch_app
 from tenuto.deployments.offline.batch_runner import BatchRunner, LineReply
 from tenuto.deployments.offline.batch_store import BatchStore, RequestLine, StoreError
@@ -60,7 +60,6 @@ _HAS_SLO = {SLO_HEADERS[0]: b"30000"}  # where nothing is offline; the line is a
 class _LineBody(msgspec.Struct):
     """What the store reads of a line's body; the service reads and checks all of it."""
 
-    model: Any = ""
     parameters: Any = None
 
     @property
@@ -107,7 +106,6 @@ class OfflineWork:
         self._service.host_names = None
         self._service.arena = Arena(_ARENA_MIB << 20)
         self._dispatchers = DispatcherClient(find, on_change=self._changed)
-        self._callers: dict[str, Caller] | None = None  # by name; None where clients have no keys
         self._runs_offline = False  # its scheduler does
         self._token = secrets.token_urlsafe(32)
         self._identity = Identity()
@@ -122,7 +120,9 @@ class OfflineWork:
         models = config.sub_clusters or {ALONE: tuple(spec.name for spec in config.plan.models)}
         await self._dispatchers.apply(config.plan, models, dispatchers=config.dispatchers)
         self._runs_offline = config.build_scheduler(config.plan, NetworkDelay()).takes_offline
-        self._callers = {entry.name: Caller(entry) for entry in config.keys} if config.keys else None
+        # A line has no key to show, and only the name of the one that its batch belongs to.
+        hashes = {entry.name: hashlib.sha256(entry.name.encode()).hexdigest() for entry in config.keys}
+        self._service.callers.follow([entry.model_copy(update={"sha256": hashes[entry.name]}) for entry in config.keys])
         self._changed()
 
     def _changed(self) -> None:
@@ -145,18 +145,17 @@ class OfflineWork:
 
     async def _ask_line(self, key: str, line: RequestLine) -> LineReply:
         """Ask a line for a key. It may be asked again if nobody answers in time."""
-        body = bytes(line.body)
+        body, callers = bytes(line.body), self._service.callers
         known = msgspec.json.decode(body, type=_LineBody)
-        model = load_path(line.url.encode())[1] or str(known.model)
-        caller = None if self._callers is None else self._callers.get(key)
-        if self._callers is not None and (caller is None or not caller.may_ask(model)):
-            refused = HttpError(403, f"the key of '{key}' is not for model '{model}'.")
+        if callers and callers.find(key.encode()) is None:
+            refused = HttpError(403, f"the key of '{key}' is not known here any more.")
             return LineReply(403, refused.payload(line.url.encode()))
-        can_wait = self._runs_offline and model not in self._service.models.applications
-        headers = _CAN_WAIT if can_wait else _HAS_SLO
+        headers = {**(_CAN_WAIT if self._runs_offline else _HAS_SLO), b"x-api-key": key.encode()}
         head = Head(b"POST", line.url.encode(), headers, length=len(body))
         exchange = LineExchange(head, self._service.now_ms, body, has_deadline=known.has_deadline)
         try:
+            if (problem := self._service.refusal(exchange)) is not None:
+                raise problem
             self._service.handle(exchange)
         except Exception as error:
             refuse(exchange, error)

@@ -139,6 +139,7 @@ def _requests(status: SystemStatus) -> Iterator[Metric]:
     )
     queued = _Rows(("model",), (((name,), row) for name, row in offline.items()))
     yield queued.gauge("offline_queue_length", "Offline requests that wait or are generated.", lambda row: row.queued)
+    yield queued.counter("offline_gpu_seconds", "Time of GPUs that offline requests had.", lambda row: row.gpu_s)
     writing = _Rows(("model",), (((name,), model) for name, model in models.items() if model.written_tokens))
     yield writing.histogram("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.ttft_s)
     yield writing.histogram(

@@ -16,6 +16,7 @@ from tenuto.deployments.wire.status import (
     Buckets,
     GpuletStatus,
     ModelStatus,
+    OfflineCounts,
     SizeCounts,
     SystemStatus,
 )
@@ -92,15 +93,26 @@ class GpuletFigures:
 
 
 @dataclass(frozen=True)
+class OfflineFigures:
+    """All offline requests over a window: how many were answered, the part of the gpu-lets' time that they had, and how
+    many wait at its end."""
+
+    answered_rps: float
+    part: float
+    waiting: int
+
+
+@dataclass(frozen=True)
 class WindowFigures:
     """Figures of everything between two statuses, `seconds` apart. `attainment` is that of all requests that
-    ended, copies for shadows not among them."""
+    ended, copies for shadows not among them. `offline` is None while nobody has asked for anything offline."""
 
     seconds: float
     attainment: float | None
     models: dict[str, ModelFigures]
     gpulets: dict[str, GpuletFigures]
     applications: dict[str, ApplicationFigures] = field(default_factory=dict)
+    offline: OfflineFigures | None = None
 
 
 def between(before: SystemStatus, after: SystemStatus, seconds: float) -> WindowFigures:
@@ -124,7 +136,18 @@ def between(before: SystemStatus, after: SystemStatus, seconds: float) -> Window
             name: _application(before.applications.get(name, ApplicationStatus()), counts, seconds)
             for name, counts in after.applications.items()
         },
+        _offline(before, after, seconds),
     )
+
+
+def _offline(before: SystemStatus, after: SystemStatus, seconds: float) -> OfflineFigures | None:
+    counts = {name: model.offline for name, model in after.models.items() if model.offline is not None}
+    then = {name: before.models.get(name, ModelStatus()).offline or OfflineCounts() for name in counts}
+    answered = sum(_grown(then[n].ok + then[n].late, row.ok + row.late) for n, row in counts.items())
+    gpu_s = sum(_grown(then[n].gpu_s, row.gpu_s) for n, row in counts.items())
+    part = min(1.0, gpu_s / (seconds * max(1, len(after.gpulets))))
+    waiting = sum(row.queued for row in counts.values())
+    return OfflineFigures(answered / seconds, part, waiting) if counts else None
 
 
 def quantile_s(histogram: Buckets, quantile: float) -> float | None:

@@ -138,10 +138,11 @@ class ModelCounts(RequestCounts, kw_only=True):
 
 class OfflineCounts(RequestCounts, kw_only=True):
     """The offline requests of one model, which count in no other figure of it. `queued` wait, and `generated_tokens`
-    are those of generations that ended."""
+    are those of generations that ended. `gpu_s`: their part of the time of batches and steps."""
 
     queued: int = 0
     generated_tokens: int = 0
+    gpu_s: float = 0.0
 
 
 class ModelStatus(ModelCounts, kw_only=True):

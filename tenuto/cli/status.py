@@ -98,6 +98,10 @@ def _print(status: SystemStatus) -> None:
         say(f"note: {name} is idle: nobody asks it. The next request brings it back, in about {start_s:.0f} s")
     for stray in status.strays:
         say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
+    for name, model in status.models.items():
+        if (row := model.offline) is not None:
+            answered = f"{row.ok + row.late:,} of {name} answered, in {number(row.gpu_s)} s of GPU time"
+            say(f"offline: {answered}; {row.queued:,} waiting")
     if (offline := status.offline) is not None:
         answered = f"{offline.completed:,} lines completed, {offline.failed:,} failed"
         say(f"offline: {offline.open_batches} batches with {offline.waiting:,} lines to go; {answered}")

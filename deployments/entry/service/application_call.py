@@ -71,9 +71,8 @@ class ApplicationCall(InferCall, eq=False):
             raise BadRequestError(f"{rule}. Send fewer samples.")
         exchange.on_left = self._abandon
         exchange.spend(len(samples))
-        if self._offline:
-            raise HttpError(400, "an application has no offline requests. Ask its models, or leave the priority out.")
         name, slo_ms = service.request_id(self._id or self._route.client_id), self._slo_ms
+        reserve_ms = 0.0 if self._offline else service.margin.reserve_ms(slo_ms, self._model.alone_ms)
         try:
             for parts, sizes in zip(samples, self._sizes, strict=True):
                 graph = RunningGraph(
@@ -87,18 +86,20 @@ class ApplicationCall(InferCall, eq=False):
                     body=self._body(),
                     arrived_ms=exchange.arrived_ms,
                     slo_ms=slo_ms,
-                    reserve_ms=service.margin.reserve_ms(slo_ms, self._model.alone_ms),
+                    reserve_ms=reserve_ms,
                     client_id=name,
                     yields=self._yields,
                     clock_ms=lambda: service.now_ms,
                     on_text=self._send_text if self._is_streamed else None,
                     caller=self._route.caller,
+                    offline=self._offline,
                 )
                 self._graphs.append(graph)
         except BaseException:
             self._cancel()
             raise
-        service.application_counters.begin_request(self._model.name, len(samples))
+        if not self._offline:
+            service.application_counters.begin_request(self._model.name, len(samples))
         for graph in self._graphs:
             if not self._is_over:
                 graph.begin()
@@ -115,7 +116,8 @@ class ApplicationCall(InferCall, eq=False):
     def _abandon(self) -> None:
         """Withdraw everything: the client is gone."""
         if not self._is_over:
-            self._service.application_counters.cancel_request(self._model.name)
+            if not self._offline:
+                self._service.application_counters.cancel_request(self._model.name)
             self._cancel()
 
     def _cancel(self) -> None:
@@ -179,7 +181,8 @@ class ApplicationCall(InferCall, eq=False):
 
     def _note_answer(self, graph: RunningGraph) -> None:
         left_ms = graph.deadline_ms - self._answered_ms(graph)
-        self._service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, graph.reserve_ms)
+        if not self._offline:
+            self._service.margin.answered(left_ms, self._slo_ms, self._model.alone_ms, graph.reserve_ms)
         self._trace_graph(graph, "ok" if left_ms >= 0.0 and not graph.is_slow else "late")
 
     def _write_samples(self, samples: Sequence[Sequence[OutputTensor]], lines: bytes, parameters: bytes) -> None:
@@ -212,7 +215,7 @@ class ApplicationCall(InferCall, eq=False):
 
     def given_up(self, graph: RunningGraph, refused: Refused) -> None:
         """Refuse the request: a request with several samples has all or none."""
-        if refused.outcome is Outcome.EXPIRED:
+        if refused.outcome is Outcome.EXPIRED and not self._offline:
             self._service.gave_up(graph.arrived_ms, graph.deadline_ms, self._model.alone_ms)
         if self._is_over:
             return
@@ -230,7 +233,8 @@ class ApplicationCall(InferCall, eq=False):
         took_ms, records = self._answered_ms(graph) - graph.arrived_ms, graph.records()
         counters, name = self._service.application_counters, self._model.name
         is_late = graph.is_slow or took_ms > self._slo_ms
-        counters.end_request(name, graph.client_id, took_ms, records, ended, graph.lost_at, is_late=is_late)
+        about = name, graph.client_id, took_ms, records, ended, graph.lost_at
+        counters.end_request(*about, is_late=is_late, is_counted=not self._offline)
 
     def _trace_graph(self, graph: RunningGraph, outcome: str, **about: str) -> None:
         if self._traced is not None:

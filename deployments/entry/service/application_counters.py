@@ -82,6 +82,7 @@ class ApplicationCounters:
         lost_at: str,
         *,
         is_late: bool,
+        is_counted: bool = True,
     ) -> None:
         """Count and remember a request that is answered now, or refused.
 
@@ -93,6 +94,7 @@ class ApplicationCounters:
             ended: the refusal, or how many samples were answered.
             lost_at: the label of the stage at which it was refused; empty if at none.
             is_late: whether it took longer than it was allowed.
+            is_counted: False for an offline one, which only the models of its stages count.
         """
         refused = None if isinstance(ended, int) else ended
         outcome = refused.outcome if refused is not None else Outcome.LATE if is_late else Outcome.OK
@@ -107,7 +109,7 @@ class ApplicationCounters:
             stages=dict(stages),
         )
         self._ended.append(record)
-        if (counters := self._counters.get(application)) is None:
+        if not is_counted or (counters := self._counters.get(application)) is None:
             return  # it came when the plan had it no more
         counts = counters.counts
         counts.count(outcome)

@@ -162,6 +162,7 @@ class RunningGraph:
         clock_ms: Callable[[], float],
         on_text: OnText | None = None,
         caller: Caller | None = None,
+        offline: bool = False,
     ) -> None:
         """Prepare; `begin` asks for the first stages.
 
@@ -182,6 +183,7 @@ class RunningGraph:
             clock_ms: what the monotonic clock shows.
             on_text: takes the text of a stage that is streamed, as it is written.
             caller: is charged for texts, and held to the tokens that its key allows.
+            offline: every stage waits for time that costs no other request its deadline.
         """
         self.arrived_ms, self.deadline_ms, self.reserve_ms = arrived_ms, arrived_ms + slo_ms, reserve_ms
         self.client_id, self.stages = client_id, dict[int, StageRequests]()
@@ -191,8 +193,9 @@ class RunningGraph:
         self.prompt_tokens = self.tokens = 0  # of a stream
         self._application, self._interface, self._dispatching = application, interface, dispatching
         self._asker, self._yields, self._clock_ms = asker, yields, clock_ms
-        self._on_text, self._caller = on_text, caller
-        self._run = ApplicationRun(interface.graph, arrived_ms, self.deadline_ms - reserve_ms, application.times)
+        self._on_text, self._caller, self._offline = on_text, caller, offline
+        latest_ms, times = self.deadline_ms - reserve_ms, application.times
+        self._run = ApplicationRun(interface.graph, arrived_ms, latest_ms, times, is_offline=offline)
         specs = interface.composed.signature.at(inputs.sizes).inputs
         self._inputs = {
             spec.name: PlacedTensor(part, part.dtype or spec.dtype, spec.fixed_shape)
@@ -393,6 +396,7 @@ class RunningGraph:
                 reserve_ms=self.reserve_ms,
                 yields=self._yields,
                 sizes=sizes,
+                offline=self._offline,
             )
         except KeyError:
             self.lost(place, Refused(Outcome.FAILED, f"'{stage.model}' was removed from the plan"))
@@ -460,9 +464,9 @@ class RunningGraph:
             self.lost(place, prompt)
             return
         (choice,), time_ms = prompt.choices, max(slo_ms - self.reserve_ms, TIME_TOLERANCE_MS)
-        ttft_ms, tpot_ms, is_streamed = time_ms, model.tpot_ms, self._is_streamed(place)
+        ttft_ms, tpot_ms, is_streamed = time_ms, math.inf if self._offline else model.tpot_ms, self._is_streamed(place)
         if not is_streamed and (slo := model.bounds_within(time_ms, choice.sampling.max_tokens)) is not None:
-            ttft_ms, tpot_ms = slo.ttft_ms, slo.tpot_ms
+            ttft_ms, tpot_ms = (time_ms, math.inf) if self._offline else (slo.ttft_ms, slo.tpot_ms)
         if self._caller is not None:
             most = len(choice.prompt) + choice.sampling.max_tokens
             wait_s = self._caller.text_wait_s(now_ms / 1000.0, most)
@@ -482,6 +486,7 @@ class RunningGraph:
                 ttft_ms=ttft_ms,
                 tpot_ms=tpot_ms,
                 client_id=self.client_id,
+                offline=self._offline,
             )
         except KeyError:
             text.close()

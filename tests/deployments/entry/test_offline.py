@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tenuto.placement import Plan
-from tests.deployments.entry import test_generation
+from tests.deployments.entry import test_applications, test_generation
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
 
 
@@ -38,6 +38,8 @@ async def test_a_body_or_a_header_says_so_and_no_other_request_is(bench: Bench) 
     metrics = (await bench.client.get("/metrics")).text
     assert 'tenuto_offline_requests_total{model="m",outcome="ok"} 2' in metrics
     assert 'tenuto_requests_total{model="m",outcome="ok"} 1' in metrics
+    assert (await bench.status())["models"]["m"]["offline"]["gpu_s"] > 0.0
+    assert 'tenuto_offline_gpu_seconds_total{model="m"} 0.0' in metrics
 
 
 @pytest.mark.parametrize("name", ["online", "OFFLINE", ""])
@@ -76,6 +78,29 @@ async def test_all_requests_with_an_offline_key_are() -> None:
     await made.follow(PLAN, scheduler="deferred")  # nobody with a key is an operator
     assert await counts(made) == (1, 1)
     await made.close()
+
+
+async def test_every_stage_of_an_offline_request_for_an_application_is() -> None:
+    served = test_applications.Served()
+    await served.start(test_applications.plan(*test_applications.CHAIN), scheduler="deferred")
+    document = {"inputs": [TENSOR], "parameters": {"priority": "offline"}}
+    for answer in (await served.infer("app", document), await served.infer("app", X_Priority="offline")):
+        assert (answer.status_code, answer.json()["outputs"][0]["data"]) == (200, [4.0, 8.0])
+    assert [await counts(served, model) for model in ("m", "n")] == [(0, 2), (0, 2)]
+    assert (await served.infer("app")).status_code == 200
+    assert [await counts(served, model) for model in ("m", "n")] == [(1, 2), (1, 2)]
+    assert (await served.status())["applications"]["app"]["submitted"] == 1  # an offline one is its models' alone
+    assert (await served.infer("app", X_Priority="offline", X_SLO_Ms="0.5")).status_code == 504
+    await test_applications.nothing_is_left(served)
+    await served.close()
+
+
+async def test_an_offline_request_for_an_application_needs_a_scheduler_that_runs_some() -> None:
+    served = test_applications.Served()
+    await served.start(test_applications.plan(*test_applications.CHAIN))
+    answer = await served.infer("app", X_Priority="offline")
+    assert (answer.status_code, "Serve with 'deferred'" in answer.json()["error"]) == (503, True)
+    await served.close()
 
 
 def _with(plan: Plan, **fields: Any) -> dict[str, Any]:

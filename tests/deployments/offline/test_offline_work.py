@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from tenuto.deployments.offline.batch_runner import BatchRunner, LineReply
+from tenuto.deployments.offline.batch_runner import BatchRunner, LineReply, share_of
 from tenuto.deployments.offline.batch_store import BatchStore
 from tenuto.deployments.offline.store_process import OfflineWork
 from tenuto.deployments.serve.user_config import OfflineOptions, read_gateway_config
@@ -28,6 +28,7 @@ from tests.instruments.asking import PATIENCE_S, until
 from tests.instruments.fake_gpulet import FakeGpulet
 
 URL = "/v2/models/m/infer"
+ANY: Any = URL
 KEYS = {"anna": "key of anna", "ben": "key of ben"}
 ENTRIES = [
     {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "models": ["m"] if name == "anna" else ["n"]}
@@ -315,6 +316,48 @@ async def test_a_key_has_files_and_models_of_its_own(offline: Offline) -> None:
         await offline.client("unknown").files.list()
     with pytest.raises(openai.AuthenticationError):
         await begun(offline.client("unknown"), lines(10_000))
+
+
+async def test_another_key_learns_nothing_of_a_batch_and_changes_nothing(offline: Offline) -> None:
+    await offline.start(keys=ENTRIES)
+    offline.bench.gpulets["a"].hold = True
+    anna, ben = offline.client("anna"), offline.client("ben")
+    batch = await begun(anna, lines(2))
+    for attempt in (
+        ben.batches.retrieve(batch.id),
+        ben.batches.cancel(batch.id),
+        ben.files.delete(batch.input_file_id),
+        ben.batches.create(input_file_id=batch.input_file_id, endpoint=ANY, completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await attempt
+    offline.bench.gpulets["a"].hold = False
+    offline.bench.gpulets["a"].release()
+    assert (await over(anna, batch)).status == "completed"
+
+
+async def test_lines_keep_to_the_rate_of_their_key(offline: Offline) -> None:
+    """Those beyond it are asked when it allows them: two at once here, and the third in a quarter of an hour."""
+    await offline.start(keys=[{**ENTRIES[0], "rate_rps": 0.001, "burst": 2}])
+    work = offline.work
+    assert work is not None
+    batch_id = await work.runner.on_disk(begun_on_disk, work.store, lines(3).decode(), "anna", 60, URL)
+
+    async def completed() -> int:
+        batch = await work.runner.on_disk(batch_of, work.store, batch_id, "anna")
+        return int(batch["request_counts"]["completed"] + 10 * batch["request_counts"]["failed"])
+
+    async with asyncio.timeout(PATIENCE_S):
+        while await completed() < 2:
+            await asyncio.sleep(0.05)
+    assert work.store.pending(batch_id, -1, 9) is not None
+    assert await completed() == 2
+
+
+def test_keys_share_what_is_under_way_and_so_do_the_batches_of_each() -> None:
+    keys = ["anna", "anna", "anna", "ben"]
+    assert [share_of(key, keys, 60) for key in ("anna", "ben")] == [10, 30]
+    assert share_of("anna", keys, 2) == 1
 
 
 async def test_only_gateways_reach_the_store(offline: Offline) -> None:
