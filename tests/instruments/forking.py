@@ -316,7 +316,7 @@ def forked_ray_workers() -> Iterator[None]:
 
         def start_with_port(self: Node) -> None:
             # -1: none; the agent writes its own over it
-            persist_port(self.get_session_dir_path(), self._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
+            persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
             start(self)
 
         # A raylet waits for the ports that its agents choose, and aborts after 15 s, by no setting. On a busy machine
