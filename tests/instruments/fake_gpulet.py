@@ -155,6 +155,7 @@ class FakeGpulet:
         if self.in_charge not in (None, protocol):
             protocol.send(BatchFailed(message.number, "another dispatcher is in charge", may_retry=True))
             return
+        self.note_batch(message, body)
         self.sizes.append(message.size)
         self.messages.append(message)
         self.bodies.append(len(body))
@@ -163,6 +164,9 @@ class FakeGpulet:
             self._held.append((protocol, message, body))
         else:
             self._answer(protocol, message, body)
+
+    def note_batch(self, message: RunBatch, body: memoryview) -> None:
+        """Take note of a batch when it comes, before it runs or is held."""
 
     def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
         self._protocols.discard(protocol)
@@ -186,7 +190,7 @@ class FakeGpulet:
             protocol.send(BatchFailed(message.number, self.error, self.may_retry))
             return
         members, buffers = [], []
-        for (model, rows), blocks in zip(message.members, self._inputs(message, body), strict=True):
+        for (model, rows), blocks in zip(message.members, self.inputs(message, body), strict=True):
             described = []
             for name, array in self.compute(model, blocks).items():
                 described.append(RowOutput(name, "float32", array.shape[1:], array.nbytes // rows))
@@ -195,7 +199,7 @@ class FakeGpulet:
         started_at_ms = (time.monotonic() - 0.001) * 1000.0
         protocol.send(BatchRan(message.number, started_at_ms, 1.0, self.queue_ms, 0.0, 0.0, members), buffers)
 
-    def _inputs(self, message: RunBatch, body: memoryview) -> list[Blocks]:
+    def inputs(self, message: RunBatch, body: memoryview) -> list[Blocks]:
         found = []
         parts = iter(read_parts(message.places, message.arenas, body, self._arenas)[0])
         sizes = iter(message.sizes)

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from tenuto.deployments.wire.frames import FrameProtocol
-from tenuto.deployments.wire.messages import Message, RunBatch
+from tenuto.deployments.wire.messages import RunBatch
 from tests.deployments.entry.test_applications import CHAIN, MODELS, Gpulets, Served, nothing_is_left, plan
 from tests.instruments.asking import until
 
@@ -25,11 +24,9 @@ class RecordingGpulet(Gpulets):
         super().__init__(name, programs)
         self.runs: Counter[float] = Counter()
 
-    def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
-        if isinstance(message, RunBatch) and self.in_charge in (None, protocol):
-            for blocks in self._inputs(message, body):
-                self.runs.update(np.concatenate(blocks["x"])[:, 0].tolist())
-        super()._on_message(protocol, message, body)
+    def note_batch(self, message: RunBatch, body: memoryview) -> None:
+        for blocks in self.inputs(message, body):
+            self.runs.update(np.concatenate(blocks["x"])[:, 0].tolist())
 
 
 @pytest.fixture
