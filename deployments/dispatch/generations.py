@@ -121,8 +121,9 @@ class Generations:
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
-            self._accounts.offline_ran(gpulet.offline, max(1, len(gpulet.generating)), generated.execution_ms)
-            if len(gpulet.generating) > gpulet.offline.total():
+            if (offline := gpulet.offline.total()) > 0:
+                self._accounts.offline_ran(gpulet.offline, len(gpulet.generating), generated.execution_ms)
+            if len(gpulet.generating) > offline:
                 self._accounts.advice.executed(gpulet.id, generated.execution_ms)
         for number, scores in generated.scores:
             if (generation := self._open.get(number)) is not None:
