@@ -26,12 +26,11 @@ class Service:
         self.image = image
         down = SimpleNamespace(id="n0/0/a", up=is_up)
         self.dispatching = SimpleNamespace(plan=PLAN, is_ready=lambda *_: is_up, gpulets=lambda: [down], status=None)
+        self.applications: dict[str, Any] = {}
+        self.models = self
 
     def name(self, model: str, version: str = "") -> str:
         return model
-
-    def applications(self) -> dict[str, bool]:
-        return {}
 
     def versions(self, model: str) -> list[str]:
         return ["1"]

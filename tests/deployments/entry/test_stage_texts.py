@@ -345,7 +345,7 @@ async def test_grpc_and_python_read_the_text_of_an_application_as_it_comes(bench
         parts = [part async for part in tenuto.stream("app", {"text_input": prompt[0]})]
         assert (len([*filter(None, parts)]) > 3, "".join(parts)) == (True, written(PROMPT, 8))
         with pytest.raises(RequestFailedError, match="expired"):
-            _ = [part async for part in tenuto.stream("app", {"text_input": prompt[0]}, slo_ms=1.0)]
+            _ = [part async for part in tenuto.stream("app", {"text_input": prompt[0]}, slo_ms=0.001)]
         with pytest.raises(InvalidInputError, match="has no stream"):
             await anext(tenuto.stream("plain", {"x": np.zeros(2, np.float32)}))
 
