@@ -248,8 +248,9 @@ def _stay_frozen() -> None:
 
 # Processes of Ray: every replica, and every application that Serve builds, is one; nearly all of its start is imports.
 # A relay takes the place of Ray's `setup_worker.py` and `default_worker.py`; what runs is Ray's own. Ray reads its
-# environment while it is imported, so that there is a server for each such environment: for each node and each set of
-# Ray's variables in a `runtime_env`. The job, which each connected program has of its own, is read by a worker's start.
+# environment while it is imported, so that there is a server for each such environment: for each node, each program
+# connected to it (a worker of an ended program's server would be taken for one of that program, and ended), and each
+# set of Ray's variables in a `runtime_env`.
 
 _LOADED = (
     "ray.serve._private.controller",
@@ -268,9 +269,7 @@ for argument in sys.argv:
     if argument.startswith("--serialized-runtime-env-context="):
         asked = json.loads(argument.partition("=")[2]).get("env_vars") or {{}}
         os.environ.update({{key: value for key, value in asked.items() if key.startswith("RAY_")}})
-known = sorted(
-    f"{{key}}={{value}}" for key, value in os.environ.items() if key.startswith("RAY_") and key != "RAY_JOB_ID"
-)
+known = sorted(f"{{key}}={{value}}" for key, value in os.environ.items() if key.startswith("RAY_"))
 address = os.path.join({folder!r}, hashlib.sha256("\\n".join(known).encode()).hexdigest()[:8])
 with open(address + ".lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
