@@ -72,11 +72,11 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
 
     @app.post(_FILES)
     async def upload(request: Request) -> Response:
-        stream = request.stream()
+        stream, request.state.sends = request.stream(), "expect" not in request.headers
         try:
             return await take_file(request, stream)
-        except (StoreError, MultiPartException, OSError):
-            if "expect" not in request.headers:  # most clients read an answer when they have sent everything
+        except (StoreError, MultiPartException, OSError, sqlite3.Error):
+            if request.state.sends:  # most clients read an answer when they have sent everything
                 with suppress(TimeoutError, ClientDisconnect):
                     async with asyncio.timeout(BODY_S):
                         async for _ in stream:
@@ -91,7 +91,7 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
                 raise StoreError(413, f"a file may have {room >> 20} MiB now. Split it, or delete others.")
 
         async def bounded() -> AsyncGenerator[bytes, None]:
-            came = 0
+            came, request.state.sends = 0, True
             async for chunk in stream:
                 came += len(chunk)
                 check(came)

@@ -51,7 +51,12 @@ class BatchRunner:
         self.full_s = _FULL_S
         self._batches: dict[str, str] = {}  # that are worked off, with the names of their keys
         self._answers: asyncio.Queue[tuple[str, LineAnswer, asyncio.Future[None]]] = asyncio.Queue()
-        self.problem = ""  # why nothing is asked now
+        self.problems: dict[object, str] = {}  # why nothing is asked now, by what waits
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is asked now; empty if nothing is wrong."""
+        return next(iter(self.problems.values()), "")
 
     async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
         """Use the store, on its thread."""
@@ -59,23 +64,26 @@ class BatchRunner:
 
     async def _in_the_end(self, work: Callable[..., T], *arguments: Any) -> T:
         """Use the store; wait while the disk is full."""
-        while True:
-            try:
-                done = await self.on_disk(work, *arguments)
-            except (OSError, sqlite3.OperationalError) as error:
-                if not self.problem:
-                    logger.error("batches wait, as the disk refuses: %s", error)
-                self.problem = str(error)
+        own = object()
+        try:
+            while True:
+                try:
+                    return await self.on_disk(work, *arguments)
+                except (OSError, sqlite3.OperationalError) as error:
+                    problem = f"{self._store.folder} cannot be used, and they go on when it can ({error})"
+                    if not self.problems:
+                        logger.error("batches wait: %s", problem)
+                    self.problems[own] = problem
                 await asyncio.sleep(self.full_s)
-            else:
-                self.problem = ""
-                return done
+        finally:
+            self.problems.pop(own, None)
 
     async def run(self) -> None:
         """Work all batches off, for ever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._record(), name="record answers")
             while True:
+                await self._in_the_end(self._store.check_database)
                 for batch_id, key in await self._in_the_end(self._store.open_batches):
                     if batch_id not in self._batches:
                         self._batches[batch_id] = key

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,6 +27,8 @@ from msgspec.structs import replace
 from tenuto.deployments.serve.user_config import OfflineOptions
 from tenuto.deployments.wire.status import OfflineStatus
 from tenuto.errors import EnvironmentFaultError
+
+logger = logging.getLogger("ray.serve")
 
 SPARE_BYTES = 64 << 20  # limit: of the disk that is left free: the database needs some to note what was done
 _SLICE = 1000  # limit: lines that are looked at in one transaction, so that others have their turn
@@ -166,6 +170,7 @@ class BatchStore:
         self.folder = Path(options.path)
         self._clock, self._free_bytes = clock, free_bytes
         self._database: sqlite3.Connection | None = None
+        self._inodes: list[int | None] = []  # of the database and its log
         self._locked: int | None = None
 
     # --- its life ---------------------------------------------------------------------------------------------------
@@ -190,32 +195,73 @@ class BatchStore:
         """Open the database, and remove what uploads left that were not finished.
 
         Raises:
-            EnvironmentFaultError: it is damaged; says what to do.
+            EnvironmentFaultError: it cannot be used; says what to do.
+            OSError: the folder cannot be written.
         """
-        path = self.folder / "offline.db"
+        for unfinished in (self.folder / "files").glob("*.part"):
+            unfinished.unlink()
+        database = sqlite3.connect(self._path, check_same_thread=False)
         try:
-            database = sqlite3.connect(path, check_same_thread=False)
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=FULL")
             if (answer := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(answer)
             database.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
+            database.close()
             raise EnvironmentFaultError(
-                f"{path} cannot be used ({error}). If it is damaged, put a copy of it back, or move it away with its "
-                "-wal and -shm: batches are then lost, and `files` beside it still has the content of every file."
+                f"{self._path} cannot be used ({error}). If the disk is full or read-only, mend that. If it is "
+                "damaged, put a copy of it back, or move it away with its -wal and -shm: batches are then lost, and "
+                "`files` beside it still has the content of every file."
             ) from error
-        self._database = database
-        for unfinished in (self.folder / "files").glob("*.part"):
-            unfinished.unlink()
+        self._database, self._inodes = database, self._inodes_now()
+
+    def check_database(self) -> None:
+        """Write the database anew where somebody deleted it: what has it open still reads all of it.
+
+        Raises:
+            OSError, sqlite3.OperationalError: that is not possible now.
+            EnvironmentFaultError: another database is in its place, which can be opened.
+        """
+        now = self._inodes_now()
+        if now == self._inodes:
+            return
+        is_replaced = now[0] not in (None, self._inodes[0])
+        if not is_replaced:
+            if not self.folder.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "it is gone: make it again, with the folder `files`")
+            with closing(sqlite3.connect(self._path.with_suffix(".new"))) as copy:
+                self._db.backup(copy)
+        self._close_database()
+        if now[1] == self._inodes[1]:  # SQLite leaves the log of a database that is not there, and would read it
+            for name in ("offline.db-wal", "offline.db-shm"):
+                (self.folder / name).unlink(missing_ok=True)
+        if is_replaced:
+            raise EnvironmentFaultError(f"{self._path} was replaced while it was in use; it is to be opened anew")
+        self._path.with_suffix(".new").rename(self._path)
+        logger.error("%s was deleted while it was in use, and was written anew", self._path)
+        self.open()
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "offline.db"
+
+    def _inodes_now(self) -> list[int | None]:
+        """Return which files are the database and its log, as far as they are there."""
+        paths = (self._path, self.folder / "offline.db-wal")
+        return [path.stat().st_ino if path.exists() else None for path in paths]
+
+    def _close_database(self) -> None:
+        if self._database is not None:
+            self._database.close()
+        self._database = None
 
     def close(self) -> None:
         """Close the database and let others have the store."""
-        if self._database is not None:
-            self._database.close()
+        self._close_database()
         if self._locked is not None:
             os.close(self._locked)
-        self._database = self._locked = None
+        self._locked = None
 
     @property
     def is_open(self) -> bool:
@@ -300,9 +346,13 @@ class BatchStore:
         return file_id
 
     def add_file(self, key: str, filename: str, file_id: str) -> msgspec.Raw:
-        """Take a file that was copied here."""
-        with self._db:
-            self._add_file(key, file_id, filename, "batch")
+        """Take a file that was copied here; if it cannot be noted, it goes."""
+        try:
+            with self._db:
+                self._add_file(key, file_id, filename, "batch")
+        except (StoreError, OSError, sqlite3.Error):
+            self.path(file_id).unlink(missing_ok=True)
+            raise
         return self.document(key, "file", file_id)
 
     def _add_file(self, key: str, file_id: str, filename: str, purpose: str) -> None:
@@ -462,7 +512,7 @@ class BatchStore:
     def _append(self, batch: OfflineBatch, progress: _Progress, answers: Sequence[LineAnswer]) -> None:
         """Write answers behind what counts of the files, and count them."""
         if answers and self._free_bytes(self.folder) < SPARE_BYTES // 2:
-            raise OSError(errno.ENOSPC, "the disk is full", str(self.folder))
+            raise OSError(errno.ENOSPC, f"the disk is full: {SPARE_BYTES >> 21} MiB must be free")
         completed = [each.text for each in answers if each.is_ok]
         failed = [each.text for each in answers if not each.is_ok]
         progress.output_bytes = self._write(progress.output_id, progress.output_bytes, b"".join(completed))

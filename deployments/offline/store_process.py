@@ -53,6 +53,7 @@ _LOOPBACK = "127.0.0.1"
 _ARENA_MIB = 256  # limit: of the memory for what stages of applications hand on
 _LOCK_S = 0.5  # pace: of tries for a store that another process has
 _PATIENCE_S = 3600.0  # limit: for the answer of a line; then it is asked once more
+_ALONE = "If it is of another deployment, end that, or give this one another --offline-path."
 _CAN_WAIT = {PRIORITY_HEADER: OFFLINE.encode()}
 _HAS_SLO = {SLO_HEADERS[0]: b"30000"}  # where nothing is offline; the line is asked once more when that passes
 
@@ -118,29 +119,33 @@ class OfflineWork:
         self._service.margin.configure(config.attainment, config.response_ms)
         self._service.max_body_bytes = config.max_body_mib << 20
         models = config.sub_clusters or {ALONE: tuple(spec.name for spec in config.plan.models)}
-        await self._dispatchers.apply(config.plan, models, dispatchers=config.dispatchers)
         self._runs_offline = config.build_scheduler(config.plan, NetworkDelay()).takes_offline
         # A line has no key to show, and only the name of the one that its batch belongs to.
         hashes = {entry.name: hashlib.sha256(entry.name.encode()).hexdigest() for entry in config.keys}
         self._service.callers.follow([entry.model_copy(update={"sha256": hashes[entry.name]}) for entry in config.keys])
+        # Files and batches are answered at once: a dispatcher may have died with the process before this one.
+        await self._dispatchers.apply(config.plan, models, dispatchers=config.dispatchers, wait_s=0)
         self._changed()
 
     def _changed(self) -> None:
         self._service.follow(self._dispatchers)
 
     async def _run(self) -> None:
-        """Take the store as soon as no other process has it, and work batches off."""
-        while not await self.runner.on_disk(self.store.lock):
-            self.runner.problem = "another process has the folder of the store"
-            await asyncio.sleep(_LOCK_S)
-        try:
-            await self.runner.on_disk(self.store.open)
-        except EnvironmentFaultError as error:
-            logger.error("%s", error)
-            self.runner.problem = str(error)
-            return
+        """Take the store as soon as it can be used and no other process has it, and work batches off."""
+        while True:
+            try:
+                if await self.runner.on_disk(self.store.lock):
+                    await self.runner.on_disk(self.store.open)
+                    break
+                problem, pause_s = f"another process has {self.store.folder}. {_ALONE}", _LOCK_S
+            except (OSError, EnvironmentFaultError) as error:
+                problem, pause_s = str(error), self.runner.full_s
+            if problem != self.runner.problem:
+                logger.error("%s", problem)
+            self.runner.problems[self] = problem
+            await asyncio.sleep(pause_s)
+        self.runner.problems.pop(self, None)
         tempfile.tempdir = self.store.options.path  # uploads come to the disk that they stay on
-        self.runner.problem = ""
         await self.runner.run()
 
     async def _ask_line(self, key: str, line: RequestLine) -> LineReply:
@@ -253,10 +258,10 @@ class OfflineReplica:
         await self._work.follow(config)
 
     async def check_health(self) -> None:
-        """Raise when batches are not worked off any more though nothing says why; Serve then replaces this process."""
+        """Raise when batches are not worked off any more; Serve then replaces this process."""
         await self._loop.answers("the store of batches")
         work = self._work
-        if work is not None and work.runs.done() and not work.runner.problem:
+        if work is not None and work.runs.done():
             raise EnvironmentFaultError(f"the store of batches has ended: {work.runs.exception()}")
 
     async def endpoint(self, node_id: str = "") -> Endpoint:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +320,85 @@ def test_a_damaged_database_is_told_with_its_cure(tmp_path: Path, damage: bytes)
     with pytest.raises(StoreError) as caught:
         store.documents(KEY, "file", None, 1)
     assert caught.value.status == 503
+
+
+@pytest.mark.parametrize("deleted", ["offline.db*", "offline.db", "offline.db-wal"])
+def test_a_database_that_is_deleted_under_the_store_is_written_anew(tmp_path: Path, deleted: str) -> None:
+    store = opened(tmp_path)
+    batch_id = begun(store, lines_of(4))
+    store.record(batch_id, [answer(0, "r0")])
+    for path in tmp_path.glob(deleted):
+        path.unlink()
+    store.record(batch_id, [answer(1, "r1")])
+    store.check_database()
+    store.record(batch_id, [answer(2, "r2")])
+    assert {path.name for path in tmp_path.glob("*.new*")} == set()
+
+    after_kill = opened(tmp_path)
+    assert [line.custom_id for line in after_kill.pending(batch_id, -1, 9) or ()] == ["r3"]
+    work_off(after_kill, batch_id)
+    assert [row["custom_id"] for row in ended(after_kill, batch_id)[1]] == ["r0", "r1", "r2", "r3"]
+
+
+def test_another_database_in_the_place_of_the_first_is_opened_anew(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    begun(store, lines_of(1))
+    other = opened(tmp_path / "other")
+    batch_id = begun(other, lines_of(2))
+    other.close()
+    (tmp_path / "other" / "offline.db").rename(tmp_path / "store" / "offline.db")
+    with pytest.raises(EnvironmentFaultError, match="replaced"):
+        store.check_database()
+    assert not store.is_open
+    store.open()
+    assert [id for id, _ in store.open_batches()] == [batch_id]
+
+
+def test_a_folder_that_is_gone_is_named_until_it_is_there_again(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    batch_id = begun(store, lines_of(1))
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="make it again"):
+        store.check_database()
+    with pytest.raises(OSError, match=r"files/file-"):
+        store.pending(batch_id, -1, 9)
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    store.check_database()
+    work_off(store, batch_id)
+    assert len(ended(store, batch_id)[1]) == 1
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file can grow beyond a size, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_disk_refuses_is_kept_when_it_has_room(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    batch_id = begun(store, lines_of(3))
+    log_bytes = (tmp_path / "offline.db-wal").stat().st_size
+    before = sorted((tmp_path / "files").iterdir())
+    with file_size_limit(log_bytes):
+        with pytest.raises(OSError, match="too large"):
+            store.copy_file(io.BytesIO(bytes(log_bytes + 1)))
+        with pytest.raises(OSError, match="too large"):
+            store.record(batch_id, [LineAnswer(0, True, bytes(log_bytes + 1))])
+        with pytest.raises(sqlite3.OperationalError):
+            store.record(batch_id, [answer(0, "r0")])
+        with pytest.raises(sqlite3.OperationalError):
+            store.add_file(KEY, "in.jsonl", store.copy_file(io.BytesIO(b"small")))
+        assert len(store.documents(KEY, "file", None, 9)) == 1
+    outputs = {path.name for path in (tmp_path / "files").iterdir()} - {path.name for path in before}
+    assert len(outputs) == 1  # the file of outputs alone, of which nothing counts
+
+    work_off(store, batch_id)
+    assert [row["custom_id"] for row in ended(store, batch_id)[1]] == ["r0", "r1", "r2"]
 
 
 def test_one_process_has_the_store_until_it_ends(tmp_path: Path) -> None:

@@ -280,13 +280,16 @@ async def test_lines_whose_gpulet_dies_are_asked_again(offline: Offline) -> None
 async def test_a_batch_is_cancelled_half_way(offline: Offline) -> None:
     await offline.start()
     gpulet, client, batch = await held(offline, 30)
-    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    for _ in range(2):
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
     gpulet.hold = False
     gpulet.release()
     ended = await over(client, batch)
 
     done, left = await rows(client, ended.output_file_id), await rows(client, ended.error_file_id)
     assert (ended.status, {row["error"]["code"] for row in left}) == ("cancelled", {"batch_cancelled"})
+    with pytest.raises(openai.ConflictError, match="is cancelled"):
+        await client.batches.cancel(batch.id)
     assert sorted(row["custom_id"] for row in done + left) == sorted(f"r{n}" for n in range(30))
 
 
@@ -472,6 +475,24 @@ async def test_a_body_in_chunks_of_more_than_a_gateway_takes_goes_on_to_the_disk
     assert (await offline.bench.infer()).status_code == 200
 
 
+@pytest.mark.parametrize("expects", [{}, {"expect": "100-continue"}])
+async def test_a_body_in_chunks_of_more_than_a_file_may_have_is_refused(
+    offline: Offline, expects: dict[str, str]
+) -> None:
+    await offline.start()
+
+    async def form() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        for _ in range(60):
+            yield b"x" * 100_000
+        yield b"\r\n--b--\r\n"
+
+    kind = {"content-type": "multipart/form-data; boundary=b", **expects}
+    refused = await offline.bench.client.post("/v1/files", content=form(), headers=kind)
+    assert (refused.status_code, "may have 4 MiB" in refused.text) == (413, True)
+    assert not list((Path(offline.options.path) / "files").iterdir())
+
+
 async def test_without_a_store_there_are_no_files(offline: Offline) -> None:
     await offline.bench.start(PLAN)
     assert (await offline.bench.client.get("/v1/files")).status_code == 404
@@ -497,20 +518,27 @@ async def test_a_full_disk_pauses_batches_and_says_so(offline: Offline, monkeypa
     await offline.start()
     assert offline.work is not None
     work, client = offline.work, offline.client()
-    record, refusals = work.store.record, 0
+    store, is_full, looks = work.store, True, list[str]()
+    record, look = store.record, store.open_batches
 
     def refuse(*arguments: Any) -> None:
-        nonlocal refusals
-        refusals += 1
-        if refusals < 3:
+        if is_full:
             raise OSError(28, "No space left on device")
         record(*arguments)
 
-    monkeypatch.setattr(work.store, "record", refuse)
+    def watch() -> list[tuple[str, str]]:
+        looks.append(work.runner.problem)
+        return look()
+
+    monkeypatch.setattr(store, "record", refuse)
     monkeypatch.setattr(work.runner, "full_s", 0.05)
     batch = await begun(client, lines(3))
     await until(lambda: "No space" in work.runner.problem)
+    monkeypatch.setattr(store, "open_batches", watch)
+    await until(lambda: len(looks) > 2)
+    assert all("No space" in problem for problem in looks)  # although looking for batches goes well
     assert "No space" in (await work.status()).problem
+    is_full = False
     ended = await over(client, batch)
     assert (ended.status, len(await rows(client, ended.output_file_id)), work.runner.problem) == ("completed", 3, "")
 
@@ -526,10 +554,31 @@ async def test_a_damaged_store_says_so_and_serving_goes_on(offline: Offline) -> 
         return await offline.bench.entry.endpoint("")
 
     work = offline.work = OfflineWork(offline.options, lambda _name: find)
+    work.runner.full_s = 0.05
     await until(lambda: "move it away" in work.runner.problem)
     assert "move it away" in (await work.status()).problem
     assert (await offline.bench.client.get("/v1/files")).status_code == 503
     assert (await offline.bench.infer()).status_code == 200
+    (path / "offline.db").rename(path / "damaged.db")
+    await until(lambda: not work.runner.problem)
+    assert (await offline.bench.client.get("/v1/files")).status_code == 200
+
+
+async def test_a_folder_that_another_store_has_is_named_until_it_is_free(
+    offline: Offline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds, lock = True, BatchStore.lock
+    monkeypatch.setattr(BatchStore, "lock", lambda store: not holds and lock(store))
+    starts = asyncio.create_task(offline.start())
+    await until(lambda: offline.work is not None and "another process has" in offline.work.runner.problem)
+    assert offline.work is not None
+    assert offline.options.path in (await offline.work.status()).problem
+    answer = await offline.bench.client.get("/v1/files")
+    assert (answer.status_code, "status" in answer.text) == (503, True)
+    holds = False
+    await starts
+    ended = await over(offline.client(), await begun(offline.client(), lines(2)))
+    assert (ended.status, offline.work.runner.problem) == ("completed", "")
 
 
 @pytest.mark.parametrize(
