@@ -23,7 +23,7 @@ from tenuto.deployments.control.idle_models import IdleModels
 from tenuto.deployments.control.interface import AdvisedPlan, Decision, MakePlan, Observation, WantGpus
 from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.lengths import as_declared
-from tenuto.deployments.control.planner_requests import PlannerRequests
+from tenuto.deployments.control.planner_requests import SAVING, PlannerRequests
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.remembered import ChangeUnderWay, Memory
 from tenuto.deployments.control.settings import ControlSettings, GpuBounds, Mode
@@ -547,10 +547,14 @@ class Controller:
         """Ask the planner when there is a reason that it has not answered yet."""
         questions, estimates, change = self._questions, self._estimates, self._settings.change
         if questions.out is not None:
+            questions.count_time(self._now_s)
             if self._now_s - questions.out.since_s > change.plan_timeout_s:
                 why = f"the planner took more than {change.plan_timeout_s:g} s. Raise change.plan_timeout_s"
                 self.planned(self._now_s, questions.out.number, why)
-            return
+                return
+            if not questions.gives_way(self._reasons, self._change_state.gpus) or self._obstacle(saves_only=False):
+                return
+            questions.out = None
         idle = {spec.name for spec in self._idle}
         models = tuple(spec for spec in self._workload.models if spec.name not in idle)
         if not self._reasons or not models:
@@ -559,7 +563,8 @@ class Controller:
         if Reason.STANDBY not in kinds and questions.has_answered(self._now_s, needs, kinds):
             self._reasons.clear()
             return
-        if self._obstacle(saves_only=kinds <= {Reason.UNDERUSED, Reason.RATE}) is not None:
+        is_saving = kinds <= SAVING
+        if (is_saving and self._now_s < questions.may_save_s) or self._obstacle(saves_only=is_saving) is not None:
             return
         if self._compared_s < self._now_s:  # a reason may no longer hold after waiting
             self._compare_rates(adds=False)

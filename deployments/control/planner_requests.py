@@ -1,4 +1,5 @@
-"""Keeps the question to the planner, one at a time, and decides when to ask the same one again."""
+"""Keeps the question to the planner, one at a time, and decides when to ask the same one again, when a question that
+would only save has to wait, and when it is given up for another."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from tenuto.deployments.control.settings import ControlSettings, Moved
 from tenuto.placement.cluster import Gpu
 
 CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3 % of the looks
+SAVING = frozenset({Reason.UNDERUSED, Reason.RATE, Reason.IDLE})  # reasons that can wait: no request is lost meanwhile
+_SAVING_PART = 0.1  # pace: questions that only save take at most this part of a processor
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class PlannerRequests:
         self._last: PlannerRequest | None = None
         self.out: PlannerRequest | None = None  # without an answer yet
         self.is_repeated = False  # asked again because its first answer was outgrown
+        self.may_save_s = -math.inf  # from then on a question may be asked that only saves
 
     def ask(self, now_s: float, needs: Mapping[str, float], reasons: Collection[Reason], gpus: tuple[Gpu, ...]) -> int:
         """Begin a question; return its number."""
@@ -43,6 +47,19 @@ class PlannerRequests:
         self._planned_rps = needs
         self._last = self.out = PlannerRequest(self._number, now_s, gpus, needs, reasons)
         return self._number
+
+    def count_time(self, now_s: float) -> None:
+        """Let the next question that only saves wait in proportion to the time of the one that is out."""
+        if self.out is not None and SAVING.issuperset(self.out.reasons):
+            self.may_save_s = now_s + (1.0 / _SAVING_PART - 1.0) * (now_s - self.out.since_s)
+
+    def gives_way(self, reasons: Collection[Reason], gpus: tuple[Gpu, ...]) -> bool:
+        """Whether the question that is out is better given up: it is about other GPUs, or only saves while one of these
+        reasons cannot wait."""
+        out = self.out
+        return out is not None and (
+            out.gpus != gpus or (SAVING.issuperset(out.reasons) and not SAVING.issuperset(reasons))
+        )
 
     def forget_answer(self) -> None:
         """Ask again as soon as there is a reason."""

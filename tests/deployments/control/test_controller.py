@@ -142,6 +142,57 @@ def test_a_question_is_asked_again_when_there_is_news_or_its_answer_is_old() -> 
     assert len(desk.questions) >= 2
 
 
+@pytest.mark.parametrize("takes_s", [5, 30])
+def test_questions_that_only_save_take_at_most_a_tenth_of_a_processor(takes_s: int) -> None:
+    desk, answered = Desk(TWO, GPUS, {"rates": {"settle_s": 1}}), 0
+    while desk.now_s < 4000.0:
+        desk.rates = {"a": 10.0 + 20.0 * (answered % 2), "b": 10.0}  # there is news for each question
+        desk.look()
+        if desk.questions:
+            desk.look(takes_s)
+            (asked,) = desk.questions
+            desk.controller.planned(desk.now_s, asked.number, NONE)
+            desk.take()
+            desk.questions.clear()
+            answered += 1
+    assert 4 < answered <= 1 + 0.1 * desk.now_s / takes_s
+
+
+@pytest.mark.parametrize("happens", ["grown", "losses", "lost", "leaving", "slow"])
+def test_what_cannot_wait_takes_the_place_of_a_question_that_only_saves(happens: str) -> None:
+    desk = Desk(TWO, GPUS, {"rates": {"settle_s": 1}})
+    desk.rates = {"a": 10.0, "b": 10.0}
+    desk.look(40)
+    (saving,) = desk.questions
+    befall(desk, happens)
+    if happens == "grown":
+        desk.rates["a"] = 3000.0
+    elif happens == "leaving":
+        desk.leaving = {"n0/1": desk.now_s + 500.0}
+    desk.look(3)
+    urgent = desk.questions[-1]
+    assert urgent.number > saving.number
+    desk.controller.planned(desk.now_s, saving.number, pays(ONE, saves=True))
+    desk.take()
+    assert not desk.applied
+    desk.controller.planned(desk.now_s, urgent.number, pays(make_plan({"n0/1/b": (50.0, ["a", "b"])})))
+    desk.take()
+    assert desk.applied
+
+
+def test_a_question_goes_on_where_nothing_else_may_be_begun_or_what_comes_would_only_save_too() -> None:
+    desk = Desk(TWO, GPUS, {"rates": {"settle_s": 1}})
+    desk.rates = {"a": 10.0, "b": 10.0}
+    desk.look(30)
+    (saving,) = desk.questions
+    desk.rates["b"] = 30.0
+    desk.look(20)
+    desk.controller.pause(paused=True)
+    desk.rates["a"] = 3000.0
+    desk.look(3)
+    assert desk.questions == [saving]
+
+
 def test_the_same_gpulets_for_other_rates_are_no_change_to_be_proved() -> None:
     desk = Desk(ONE, GPUS)
     more = ONE.model_copy(update={"models": tuple(s.model_copy(update={"rate_rps": 200.0}) for s in ONE.models)})
