@@ -22,7 +22,7 @@ class GpuRequests:
         self._bounds, self._come_s = settings.gpus, settings.change.come_s
         self._totals: dict[str, int] | None = None
         self._present: dict[str, int] = {}  # when they were asked for
-        self._since_s: dict[str, float] = {}
+        self._since_s: dict[str, float] = {}  # since when GPUs are missing, or more are asked for
         self._failures: dict[str, int] = {}
         self.given_up: dict[str, float] = {}
         self.missing: dict[str, int] = {}
@@ -42,21 +42,22 @@ class GpuRequests:
             return None
         before, self._totals, self._present = self._totals or {}, totals, dict(present)
         for kind, count in totals.items():
-            if count > before.get(kind, 0) or (has_shrunk and kind not in self.missing):
+            if count > before.get(kind, 0):
                 self._since_s[kind] = now_s
         self.give_up_late(now_s, present)
         return totals
 
     def give_up_late(self, now_s: float, present: Mapping[str, int]) -> dict[str, int]:
         """Compare with what is present. Return the types that are given up now, with how many GPUs are missing."""
-        totals = self._totals or {}
+        totals, before = self._totals or {}, self.missing
         self.missing = {kind: n - present.get(kind, 0) for kind, n in totals.items() if n > present.get(kind, 0)}
+        self._since_s |= dict.fromkeys(self.missing.keys() - before.keys(), now_s)
         for kind in totals.keys() - self.missing.keys():
             if totals[kind]:
                 self._failures.pop(kind, None)  # it comes after all
         for kind in [kind for kind, until_s in self.given_up.items() if until_s <= now_s]:
             del self.given_up[kind]
-        late = {kind: n for kind, n in self.missing.items() if now_s - self._since_s.get(kind, now_s) >= self._come_s}
+        late = {kind: n for kind, n in self.missing.items() if now_s - self._since_s[kind] >= self._come_s}
         for kind in late:
             self._failures[kind] = self._failures.get(kind, 0) + 1
             self.given_up[kind] = now_s + min(_LONGEST_S, _REST * self._come_s * 2.0 ** (self._failures[kind] - 1))

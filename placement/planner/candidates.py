@@ -227,9 +227,24 @@ class Candidates:
 
     def _extended(self, running: Plan, missing: Mapping[str, float]) -> Plan | None:
         """Return the running plan, and beside it the policy's plan for the missing parts; None when nothing more fits.
-        Each new gpu-let goes where least room is left, on unused GPUs last."""
+        Each new gpu-let goes where least room is left, on unused GPUs last. When no GPU of the types that the policy
+        chooses has room, it chooses among the types of unused GPUs."""
+        types, used = dict.fromkeys(gpu.type for gpu in self.gpus), {*running.used_gpus}
+        unused = dict.fromkeys(gpu.type for gpu in self.gpus if gpu.id not in used)
+        new = self._beside(running, self._bought(missing, types))
+        if not new and unused and unused != types:
+            new = self._beside(running, self._bought(missing, unused))
+        if not new:
+            return None
+        used |= {gpulet.gpu for gpulet in new}
+        gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus if not self.running.growth or gpu.id in used)
+        return self._with_larger_batches(
+            with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
+        )
+
+    def _beside(self, running: Plan, more: Plan) -> list[Gpulet]:
+        """Return gpu-lets of another plan on the present GPUs, as far as they fit beside those of the running plan."""
         specs = {spec.name: spec for spec in self.workload.models}
-        more = self._bought(missing, dict.fromkeys(gpu.type for gpu in self.gpus))
         bought = {gpu.id: gpu for gpu in gpus_of(more)}
         held = {gpu.id: [*running.on_gpu(gpu.id)] for gpu in self.gpus}
         ids = {gpulet.id for gpulet in running.gpulets} | self.running.reserved_ids
@@ -250,12 +265,7 @@ class Candidates:
                 placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, ids), "gpu": gpu.id})
                 held[gpu.id].append(placed)
                 new.append(placed)
-        if not new:
-            return None
-        gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus if not self.running.growth or held[gpu.id])
-        return self._with_larger_batches(
-            with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
-        )
+        return new
 
     def _bought(self, missing: Mapping[str, float], types: Iterable[str]) -> Plan:
         """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes."""

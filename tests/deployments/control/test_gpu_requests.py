@@ -97,6 +97,15 @@ def test_a_type_that_never_comes_is_given_up_longer_each_time() -> None:
     assert until_s == [1000.0, 2000.0, 4000.0]
 
 
+def test_a_gpu_that_leaves_has_as_long_to_be_replaced_as_one_that_was_asked_for_has_to_come() -> None:
+    asked = requests()
+    asked.update_totals(0.0, {"v100": 1}, {})
+    assert not asked.give_up_late(50.0, {"v100": 1})
+    assert not asked.give_up_late(500.0, {})
+    assert not asked.give_up_late(599.0, {})
+    assert asked.give_up_late(600.0, {}) == {"v100": 1}
+
+
 def grown(desk: Desk, kind: str, count: int) -> None:
     desk.gpus = (*desk.gpus, *(gpu(f"{kind}-{i}/0", kind=kind) for i in range(count)))
 

@@ -57,6 +57,23 @@ def test_without_room_only_what_is_served_elsewhere_ends_before_the_node() -> No
     assert used(alone) == {"n5/0"}
 
 
+def test_what_stays_is_not_moved_to_another_type_of_gpu() -> None:
+    gpus = (BOTH.gpus[0], BOTH.gpus[1].model_copy(update={"type": "t4"}))
+    plan = make_plan({"n0/0/a": (100.0, ["a"]), "n1/0/a": (100.0, ["b"])}).model_copy(update={"gpus": gpus})
+    bounds = {"v100": {"max": 1, "price_per_hour": 0.05}, "t4": {"max": 2, "price_per_hour": 0.1}}
+    desk = PlanningDesk(
+        plan, [gpu("n0/0"), gpu("n1/0", kind="t4")], {"gpus": bounds, "policy": {"name": "gpulet"}, "interval_s": 2.0}
+    )
+    desk.rates |= {"a": 500.0, "b": 500.0}
+    desk.look(60)
+    staying = desk.controller.plan.on_gpu("n0/0")
+    desk.leaving = {"n1/0": desk.now_s + 20.0}
+    desk.gpus = (*desk.gpus, gpu("n2/0", kind="t4"))
+    desk.look(30)
+    assert used(desk) == {"n0/0", "n2/0"}
+    assert [g.id for g in desk.controller.plan.on_gpu("n0/0")] == [g.id for g in staying]
+
+
 def test_a_grown_cluster_asks_for_what_takes_a_leaving_nodes_place() -> None:
     desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": {"v100": {"max": 2}}})
     desk.leaving = {"n0/0": 120.0}
