@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,7 +174,9 @@ class ControlledCluster:
         self._system.life = Life()
         self._gpus = {gpu.id: gpu for gpu in gpus}
         self._unnoticed: dict[str, tuple[float, Gpu]] = {}  # lost GPUs: when the loss becomes known, the GPU
-        self._coming = 0
+        self._requested: Mapping[str, int] = {}  # GPUs of each type that were asked for last
+        self._coming: Counter[str] = Counter()  # nodes by type
+        self._grown = 0
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
         self._controller = Controller(settings, Memory(plan, workload))
@@ -270,7 +272,8 @@ class ControlledCluster:
             elif isinstance(decision, MakePlan):
                 self._plan(now_s, decision)
             elif isinstance(decision, WantGpus):
-                self._provide(now_s, decision.by_type)
+                self._requested = decision.by_type
+                self._provide(now_s)
 
     def _plan(self, now_s: float, decision: MakePlan) -> None:
         result: Proposal | str
@@ -285,11 +288,12 @@ class ControlledCluster:
 
         self._at(now_s + _PLANNING_S, arrive)
 
-    def _provide(self, now_s: float, wanted: Mapping[str, int]) -> None:
-        """Bring missing GPUs, and release empty ones above what is wanted, both a node at a time."""
+    def _provide(self, now_s: float) -> None:
+        """Bring missing GPUs, and release empty ones above what is wanted, both a node at a time. As with Ray's
+        autoscaler, nodes on their way count, and those that leave do not."""
         plan = self._controller.plan
         used = set(plan.used_gpus)
-        for kind, count in wanted.items():
+        for kind, count in self._requested.items():
             per_node = self._settings.gpus[kind].per_node
             nodes: dict[str, list[str]] = defaultdict(list)
             for gpu in self._gpus.values():
@@ -301,12 +305,14 @@ class ControlledCluster:
                 if len(node) <= excess and used.isdisjoint(node):
                     excess -= len(node)
                     self._gpus = {name: gpu for name, gpu in self._gpus.items() if name not in node}
-            for _ in range(math.ceil((count - present) / per_node)):
+            for _ in range(math.ceil((count - present) / per_node) - self._coming[kind]):
+                self._coming[kind] += 1
                 self._at(now_s + self._random.uniform(*self._provision_s), partial(self._new_node, kind=kind))
 
     def _new_node(self, now_s: float, kind: str) -> None:
-        self._coming += 1
-        bounds, node = self._settings.gpus[kind], f"grown{self._coming}"
+        self._coming[kind] -= 1
+        self._grown += 1
+        bounds, node = self._settings.gpus[kind], f"grown{self._grown}"
         for place in range(bounds.per_node):
             self._gpus[f"{node}/{place}"] = self._growth[kind].model_copy(update={"id": f"{node}/{place}"})
         if bounds.spot is not None:
@@ -320,8 +326,9 @@ class ControlledCluster:
             self._at(incident.at_s - incident.notice_s, partial(self._announce, incident=incident))
         self._at(incident.at_s, partial(self._befall, incident=incident))
 
-    def _announce(self, _now_s: float, incident: Incident) -> None:
+    def _announce(self, now_s: float, incident: Incident) -> None:
         self._leaving |= dict.fromkeys(incident.lose, incident.at_s)
+        self._provide(now_s)
 
     def _befall(self, now_s: float, incident: Incident) -> None:
         lost = _named(incident.lose, self._gpus)
@@ -329,6 +336,7 @@ class ControlledCluster:
             for name in lost:
                 self._unnoticed[name] = now_s + _NOTICE_S, self._gpus.pop(name)
             self._system.lose([g.id for g in self._controller.plan.gpulets if {*lost} & {*g.gpus}])
+            self._provide(now_s)
         for program, factor in incident.slow.items():
             self._system.slow_down(program, factor)
 

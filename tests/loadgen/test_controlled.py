@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.documents import parse_document
@@ -116,3 +119,29 @@ def test_a_node_with_notice_loses_no_request() -> None:
         good[notice_s] = run.ended()[0, Outcome.OK] / run.ended().sum()
     assert good[150.0] > 0.999
     assert good[0.0] < 0.9
+
+
+def test_spot_nodes_live_as_long_as_is_drawn_and_lose_no_request() -> None:
+    spec = {"name": "busy", "rate_rps": 100.0, "slo_ms": 100.0, "latency": LATENCY}
+    workload = parse_document(Workload, {"models": [spec]}, origin="w.yaml")
+    plan = solve(Symphony(), workload, Cluster.parse("v100:1"), Profiles(()))
+    gpu = Cluster.parse("v100:1").gpus[0]
+    spot = {"max": 4, "price_per_hour": 1.0, "spot": {"life_hours": 0.05, "notice_s": 60.0}}
+    settings = ControlSettings.model_validate(
+        {"mode": "act", "policy": {"name": "ffd"}, "gpus": {"t4": spot}, "change": {"start_s": 3.0}}
+    )
+    schedule = make_schedule(workload.models, 700.0, 4)
+    load = ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, 700.0)
+    how: dict[str, Any] = {"growth": {"t4": gpu.model_copy(update={"type": "t4"})}, "provision_s": (5.0, 10.0)}
+    run = ControlledCluster(
+        load, workload, plan, (gpu,), Profiles(()), settings, lambda system: make_scheduler("eager", system), **how
+    ).run()
+    begins_s: dict[str, float] = {}
+    for at_s, each, _ in run.plans:
+        for name in each.used_gpus:
+            begins_s.setdefault(name, at_s)
+    served_s = np.diff([at_s for name, at_s in begins_s.items() if name.startswith("grown")])
+    assert len(served_s) >= 3
+    assert served_s.max() > 2.0 * served_s.min()
+    assert run.count(Kind.LATE) == 0  # a GPU that came, and has notice since, is not late
+    assert run.ended().sum() == run.ended()[0, Outcome.OK] == len(load.times_ms)
