@@ -7,6 +7,7 @@
     python lab/benchmarks/bench_operating.py waves [--rps 120] [--svg FILE]
     python lab/benchmarks/bench_operating.py head [--redis PROGRAM]
     python lab/benchmarks/bench_operating.py end [--rps 40]
+    python lab/benchmarks/bench_operating.py notice [--rps 100] [--notice-s 20]
 
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another; or, with --signal STOP, they are stopped.
@@ -15,7 +16,8 @@ three; a controller finds room for it. standby: iGniter's figure 17, with a proc
 model take longer than profiled, so that it needs 10 % more share. waves: gpulet's test (bench_controller.py) in a sixth
 of the time, on emulated GPUs that are slower by the factor by which the rates are lower. head: the process in which the
 head keeps the cluster's state, in an external Redis, is killed and started again. end: `tenuto serve` on a Ray of its
-own gets SIGINT, and another SIGTERM.
+own gets SIGINT, and another SIGTERM. notice: Ray's own autoscaler brings emulated GPUs of two types on fake nodes; one
+that serves has notice of its end and ends then; its successor goes back once its model has gone.
 
 Open loop: requests leave on schedule, each on a connection of its own, and are counted by their answers. Only
 processes that descend from this one are killed.
@@ -50,6 +52,7 @@ from scenes import print_machine
 from svg_panels import Panel, Series, draw
 
 from tenuto.deployments.control.operations import Operations
+from tenuto.deployments.process.ray_nodes import alive_nodes
 from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
@@ -282,7 +285,7 @@ def kill(args: argparse.Namespace) -> None:
 def controller_answers(operator: Operations) -> bool:
     """Whether the controller has begun."""
     try:
-        return bool(operator.ask(lambda controller: controller.state()))
+        return bool(operator.controller().state())
     except EnvironmentFaultError:
         return False
 
@@ -290,7 +293,7 @@ def controller_answers(operator: Operations) -> bool:
 def _show_log(operator: Operations, since_s: float) -> None:
     """Print what the controller did, in seconds since then."""
     began_s = time.time() - time.monotonic() + since_s
-    for line in operator.ask(lambda controller: controller.log(500)):
+    for line in operator.controller().log(500):
         if line.at_s >= began_s:
             took = f" (planned in {line.data['planning_s']} s)" if "planning_s" in line.data else ""
             print(f"  {line.at_s - began_s:6.1f} s {line.kind}: {line.text}{took}", flush=True)
@@ -390,7 +393,7 @@ def head(args: argparse.Namespace) -> None:
                 back_s = until(lambda: controller_answers(operator))
                 print(f"head away for {args.watch_s:g} s; the controller answers {back_s:.1f} s after its return")
                 versions = [version.why for version in operator.history.all()]
-                log = operator.ask(lambda controller: controller.log(100))
+                log = operator.controller().log(100)
                 print(f"history: {versions}; log of the controller: {len(log)} entries")
                 away = load.counts(since_s)
                 print(f"{sum(away.values())} requests from its death until then: {shown(away)}")
@@ -427,6 +430,78 @@ def end(args: argparse.Namespace) -> None:
                 code = process.wait(60.0)
                 seconds = time.monotonic() - since_s
             print(f"{number.name}: exit code {code} after {seconds:.1f} s; {shown(load.counts())}", flush=True)
+
+
+def notice(args: argparse.Namespace) -> None:
+    """Let the autoscaler bring a GPU by type, take it away with notice under load, and give its successor back."""
+    os.environ.update({key: os.environ.get(key, value) for key, value in RAY_ENVIRONMENT.items()})
+    make_token()
+    os.environ.setdefault(
+        "RAY_AUTH_MODE", "token"
+    )  # before Ray is imported: unasked, it shows the token in `init` alone
+    from tests.instruments.autoscaling_ray import autoscaling_ray, give_notice
+
+    port, latency = unused_port(), {"alpha_ms": 8.0, "beta_ms": 8.0}
+    plan = make_plan({"n0/0/a": (100.0, ["one"])}, args.rps / 2, latency=latency)
+    plan = plan.model_copy(update={"gpus": plan.gpus[:1]})
+    more = {"name": "two", "rate_rps": args.rps / 2, "slo_ms": SLO_MS, "latency": latency}
+    prices = {"v100": (0, 0.05), "a100": (2, 0.1), "t4": (2, 9.0)}
+    bounds = {kind: {"max": most, "price_per_hour": price} for kind, (most, price) in prices.items()}
+    control = {"mode": "act", "policy": {"name": "gpulet"}, "interval_s": 2, "gpus": bounds}
+    control["when"] = {"slo": False, "underused": None, "rate": None, "slow": None}
+    control["change"] = {"cool_down_s": 0, "come_s": 3600, "ready_timeout_s": 600}
+
+    def joined() -> dict[str, dict[str, Any]]:
+        """Return the nodes that the autoscaler brought, by name in plans."""
+        nodes = [node for node in alive_nodes() if node["NodeManagerAddress"] != HEAD]
+        return {f"ray-{node['NodeID'][-12:]}": node for node in nodes}
+
+    with autoscaling_ray(1, {"T4": 1, "A100": 1}) as address, Operations(address, lambda _text: None) as operator:
+
+        def serving() -> set[str]:
+            """Return the nodes whose gpu-lets are up."""
+            try:
+                gpulets = get_json(f"{operator.base_url}/status", 10.0)["gpulets"]
+            except EnvironmentFaultError:
+                return set()
+            return {gpulet["id"].partition("/")[0] for gpulet in gpulets if gpulet["up"]}
+
+        deploy(operator, plan, port, scheduler="eager", control=control)
+        until(lambda: controller_answers(operator) and serving() == {"n0"})
+        with Load(port, {"one": args.rps / 2}) as first:
+            operator.controller().set_model(more, add=True)
+            came_s = until(joined, 300.0)
+            used_s = until(lambda: serving() & joined().keys(), 300.0)
+            (name,) = serving() & joined().keys()
+            node = joined()[name]
+            kind = node["Labels"]["ray.io/accelerator-type"]
+            print(
+                f"a node of {kind} joined {came_s:.1f} s after the model, and served {used_s:.1f} s later", flush=True
+            )
+            with Load(port, {"two": args.rps / 2}, seed=1) as second:
+                time.sleep(args.watch_s)
+                since_s = time.monotonic()
+                give_notice(address, node["NodeID"], args.notice_s)
+                moved_s = until(lambda: serving() & joined().keys() - {name}, args.notice_s)
+                time.sleep(max(0.0, args.notice_s - (time.monotonic() - since_s)))
+                is_empty = name not in serving()
+                raylets = [
+                    pid for pid in pids_of("raylet/raylet") if f"={node['NodeManagerAddress']} " in descendants()[pid]
+                ]
+                for pid in raylets:
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(args.watch_s)
+            counts = first.counts(since_s) + second.counts(since_s)
+            print(
+                f"notice of {args.notice_s:g} s: another node served after {moved_s:.1f} s; at the end the first was "
+                f"{'empty' if is_empty else 'NOT empty'}, {len(raylets)} raylet killed; {sum(counts.values())} requests"
+                f" since the notice: {shown(counts)}; before it: {shown(second.counts(0.0, since_s))}",
+                flush=True,
+            )
+            _show_log(operator, since_s)
+            operator.controller().remove_model("two")
+            print(f"the model leaves: its nodes are given back after {until(lambda: not joined(), 300.0):.1f} s")
+        operator.delete()
 
 
 def _is_ready(port: int) -> bool:
@@ -615,7 +690,7 @@ def waves(args: argparse.Namespace) -> None:
                 held.append((at_s, sum(shares) / 100.0))
                 time.sleep(0.5)
         began_s = time.time() - time.monotonic() + since_s
-        log = [(line.at_s - began_s, line) for line in operator.ask(lambda controller: controller.log(500))]
+        log = [(line.at_s - began_s, line) for line in operator.controller().log(500)]
         operator.delete()
     counts = load.counts()
     total = sum(counts.values())
@@ -676,6 +751,7 @@ def main() -> None:
         "waves": waves,
         "head": head,
         "end": end,
+        "notice": notice,
     }
     parser.add_argument("what", choices=list(what))
     parser.add_argument("--rps", type=float, help="of all (60; end: 40), each for triple (20), the peak of waves (120)")
@@ -687,10 +763,11 @@ def main() -> None:
     parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
+    parser.add_argument("--notice-s", type=float, default=20.0, help="of notice")
     parser.add_argument("--redis", help="of head: a redis-server; default: the one on PATH")
     parser.add_argument("--only", default="", help="of kill: words with commas; of standby: with or without")
     args = parser.parse_args()
-    args.rps = args.rps or {"triple": 20.0, "waves": 120.0, "end": 40.0}.get(args.what, 60.0)
+    args.rps = args.rps or {"triple": 20.0, "waves": 120.0, "end": 40.0, "notice": 100.0}.get(args.what, 60.0)
     print_machine()
     stolen, since_s = _stolen(), time.monotonic()
     what[args.what](args)

@@ -71,7 +71,7 @@ class Walk:
         """Wait until the controller's log has an entry with this in it; not by a command, which takes seconds."""
 
         def is_there() -> bool:
-            lines = self._operator.ask(lambda controller: controller.log(50))
+            lines = self._operator.controller().log(50)
             return any(word in f"{line.kind}: {line.text}" for line in lines)
 
         until(is_there, timeout_s)

@@ -3,7 +3,6 @@ has notice of its end, and takes them back."""
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +15,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.placement.cluster import node_of
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profiles
-from tests.instruments.autoscaling_ray import HEAD, autoscaling_ray
+from tests.instruments.autoscaling_ray import HEAD, autoscaling_ray, give_notice
 from tests.instruments.live import asking, infer, pids, until
 from tests.instruments.plans import make_plan
 
@@ -34,15 +33,10 @@ def joined() -> list[str]:
     return sorted(node["Labels"]["ray.io/accelerator-type"] for node in nodes)
 
 
-def give_notice(address: str, name: str) -> None:
-    """Say that a node of the plan ends in ten minutes, as who takes a spot machine away does."""
-    from ray._raylet import GcsClient
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-
-    (node,) = (str(node["NodeID"]) for node in alive_nodes() if name == f"ray-{str(node['NodeID'])[-12:]}")
-    reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-    is_accepted, why = GcsClient(address=address).drain_node(node, reason, "a test", int(1000 * (time.time() + 600.0)))
-    assert is_accepted, why
+def id_of(name: str) -> str:
+    """Return Ray's id of a node of the plan."""
+    (node_id,) = (str(node["NodeID"]) for node in alive_nodes() if name == f"ray-{str(node['NodeID'])[-12:]}")
+    return node_id
 
 
 def nodes_of(url: str) -> set[str]:
@@ -79,7 +73,7 @@ def test_gpus_come_by_type_serve_leave_with_notice_and_go_back(own_ray: None) ->
                     assert name.startswith("ray-")
                     assert not controller.state().missing_gpus
                     others = also.enter_context(asking(url, ["b"]))
-                    give_notice(address, name)
+                    give_notice(address, id_of(name), 600.0)
                     until(lambda: len(nodes_of(url) - {"n0", name}) == 1 and name not in nodes_of(url))
                     assert joined() == ["A100"]
                     count = len(others)

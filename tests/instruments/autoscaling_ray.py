@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tests.instruments.forking import ROOT
 from tests.instruments.live import until
 
-__all__ = ["LoopbackNodes", "autoscaling_ray"]
+__all__ = ["LoopbackNodes", "autoscaling_ray", "give_notice"]
 
 HEAD = "127.0.0.2"
 _HEAD_ID = "f" * 51 + "00000"  # Ray's own for a head of fake nodes
@@ -101,6 +102,16 @@ def autoscaling_ray(head_gpus: int, kinds: Mapping[str, int]) -> Iterator[str]:
         for process in own:
             if process.is_running():
                 process.kill()
+
+
+def give_notice(address: str, node_id: str, notice_s: float) -> None:
+    """Say that a node of the Ray at this address ends in so many seconds, as who takes a spot machine away does."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    reason, ends_s = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, time.time() + notice_s
+    is_accepted, why = GcsClient(address=address).drain_node(node_id, reason, "a test", int(1000 * ends_s))
+    assert is_accepted, why
 
 
 def _node_type(kind: str, gpus: int) -> dict[str, Any]:
