@@ -367,7 +367,10 @@ class Controller:
         )
         if used and leaving.keys() - state.leaving:
             state.rate_limit.forgive()
-        enough_s = 2.0 * (state.durations.start_s + self._settings.interval_s)  # limit: for a plan and a change
+        given_up = self._gpu_requests.given_up
+        may_come = any(bound.max and kind not in given_up for kind, bound in self._settings.gpus.items())
+        # limit: for a plan and a change; twice that where no other GPU may come before the end
+        enough_s = (1.0 if may_come else 2.0) * (state.durations.start_s + self._settings.interval_s)
         ends_soon = any(left_s <= enough_s for left_s in nodes.values())
         if leaving.keys() != state.leaving or ends_soon != self._ends_soon:
             self._questions.forget_answer()

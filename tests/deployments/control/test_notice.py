@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tenuto.deployments.control.live import LiveSystem
+from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment
+from tenuto.placement.cluster import START_S
 from tests.deployments.control.desk import PlanningDesk
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import gpu, make_plan
@@ -95,8 +97,21 @@ def test_a_node_with_time_left_serves_until_there_is_room_or_no_time() -> None:
             desk.gpus = (*desk.gpus, gpu("n2/0"))
         desk.look(60)
         assert used(desk) == ({"n1/0", "n2/0"} if comes else {"n0/0", "n1/0"})
-        desk.look(440)
+        desk.look(450)
         assert used(desk) == ({"n1/0", "n2/0"} if comes else {"n1/0"})
+
+
+def test_a_short_notice_is_waited_out_where_a_gpu_may_come() -> None:
+    for grows in (True, False):
+        desk = PlanningDesk(BOTH, [gpu("n0/0"), gpu("n1/0")], {"gpus": {"v100": {"max": 4}} if grows else {}})
+        desk.rates["a"] = 1100.0
+        desk.look(30)
+        desk.leaving = {"n0/0": desk.now_s + 1.5 * (START_S + ControlSettings().interval_s)}
+        desk.look(3)
+        assert used(desk) == ({"n0/0", "n1/0"} if grows else {"n1/0"})
+        desk.gpus = (*desk.gpus, gpu("n2/0"))
+        desk.look(3)
+        assert used(desk) == {"n1/0", "n2/0"} or not grows
 
 
 @pytest.mark.parametrize("mode", ["advise", "off"])
