@@ -191,7 +191,7 @@ class BatchStore:
             return False
         return True
 
-    def open(self) -> None:
+    def open_database(self) -> None:
         """Open the database, and remove what uploads left that were not finished.
 
         Raises:
@@ -240,7 +240,7 @@ class BatchStore:
             raise EnvironmentFaultError(f"{self._path} was replaced while it was in use; it is to be opened anew")
         self._path.with_suffix(".new").rename(self._path)
         logger.error("%s was deleted while it was in use, and was written anew", self._path)
-        self.open()
+        self.open_database()
 
     @property
     def _path(self) -> Path:

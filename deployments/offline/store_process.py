@@ -135,7 +135,7 @@ class OfflineWork:
         while True:
             try:
                 if await self.runner.on_disk(self.store.lock):
-                    await self.runner.on_disk(self.store.open)
+                    await self.runner.on_disk(self.store.open_database)
                     break
                 problem, pause_s = f"another process has {self.store.folder}. {_ALONE}", _LOCK_S
             except (OSError, EnvironmentFaultError) as error:

@@ -105,7 +105,7 @@ class Orders:
 
     def await_look(self) -> None:
         """Have the foreground look at the processes below it, and wait until it has. When one has died without which
-        nothing can serve, the foreground says so and ends all, this process too."""
+        nothing can serve, or is about to with its agent, the foreground says so and ends all, this process too."""
         self._has_looked.clear()
         with suppress(OSError):
             self._line.send(b"l")
@@ -197,6 +197,7 @@ class _Foreground:
         self._code: int | None = None  # the exit code when the start was interrupted
         self._until_at = time.monotonic() + _START_S
         self._known: dict[int, str] = {}  # processes of `_KNOWN` that run, by pid
+        self._has_to_look = self._raylet_ends = False
         self._stopped_at: dict[int, float] = {}
 
     def run(self) -> int:
@@ -229,7 +230,9 @@ class _Foreground:
                 return self._end(code if self._code is None else self._code, patience_s)
             if is_lost:
                 return self._end(_LOST)
-            if b"l" in report:
+            self._has_to_look = self._has_to_look or b"l" in report
+            if self._has_to_look and not self._raylet_ends:
+                self._has_to_look = False
                 with suppress(OSError):
                     self._line.send(b"l")
             self._kill_hung(below)
@@ -277,6 +280,7 @@ class _Foreground:
         for _, what, then in _KNOWN:
             if what in gone:
                 self._tell(f"{what} died: {then}")
+                self._raylet_ends = self._raylet_ends or then is _AGENT
         return any(what in gone for _, what, then in _KNOWN if then is _VITAL)
 
     def _kill_hung(self, below: dict[int, _Below]) -> None:

@@ -38,7 +38,7 @@ def opened(path: Path, **how: Any) -> BatchStore:
     limits = {name: how.pop(name) for name in ("max_held_mib", "max_files", "max_lines") if name in how}
     store = BatchStore(OfflineOptions(path=str(path), **limits), **how)
     assert store.lock()
-    store.open()
+    store.open_database()
     return store
 
 
@@ -316,7 +316,7 @@ def test_a_damaged_database_is_told_with_its_cure(tmp_path: Path, damage: bytes)
 
     store = BatchStore(OfflineOptions(path=str(tmp_path)))
     with pytest.raises(EnvironmentFaultError, match="move it away"):
-        store.open()
+        store.open_database()
     with pytest.raises(StoreError) as caught:
         store.documents(KEY, "file", None, 1)
     assert caught.value.status == 503
@@ -350,7 +350,7 @@ def test_another_database_in_the_place_of_the_first_is_opened_anew(tmp_path: Pat
     with pytest.raises(EnvironmentFaultError, match="replaced"):
         store.check_database()
     assert not store.is_open
-    store.open()
+    store.open_database()
     assert [id for id, _ in store.open_batches()] == [batch_id]
 
 

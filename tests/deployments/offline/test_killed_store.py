@@ -21,7 +21,7 @@ async def ask(key, line):
 async def main():
     store = BatchStore(OfflineOptions(path=sys.argv[1], under_way=8))
     assert store.lock()
-    store.open()
+    store.open_database()
     record = store.record
 
     def told(*arguments):

@@ -195,7 +195,7 @@ async def test_a_line_with_which_asking_fails_is_answered(tmp_path: Path) -> Non
         store = BatchStore(OfflineOptions(path=str(tmp_path / "store")))
         runner = BatchRunner(store, thread, fail)
         assert await runner.on_disk(store.lock)
-        await runner.on_disk(store.open)
+        await runner.on_disk(store.open_database)
         batch_id = await runner.on_disk(lambda: begun_on_disk(store, lines(3).decode(), url=URL))
         runs = asyncio.create_task(runner.run())
         async with asyncio.timeout(PATIENCE_S):
@@ -230,7 +230,7 @@ async def test_a_batch_with_which_the_store_fails_stops_no_other(
         store = BatchStore(OfflineOptions(path=str(tmp_path / "store")))
         runner = BatchRunner(store, thread, ask)
         assert await runner.on_disk(store.lock)
-        await runner.on_disk(store.open)
+        await runner.on_disk(store.open_database)
         ids = [await runner.on_disk(lambda: begun_on_disk(store, lines(3).decode(), url=URL)) for _ in range(2)]
         validate = store.validate
 
