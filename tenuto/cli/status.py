@@ -98,10 +98,6 @@ def _print(status: SystemStatus) -> None:
         say(f"note: {name} is idle: nobody asks it. The next request brings it back, in about {start_s:.0f} s")
     for stray in status.strays:
         say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
-    for name, model in status.models.items():
-        if (row := model.offline) is not None:
-            answered = f"{row.ok + row.late:,} of {name} answered, in {number(row.gpu_s)} s of GPU time"
-            say(f"offline: {answered}; {row.queued:,} waiting")
     if (offline := status.offline) is not None:
         answered = f"{offline.completed:,} lines completed, {offline.failed:,} failed"
         say(f"offline: {offline.open_batches} batches with {offline.waiting:,} lines to go; {answered}")
@@ -120,8 +116,11 @@ def _print(status: SystemStatus) -> None:
     )
     if offline_counts := {name: m.offline for name, m in status.models.items() if m.offline is not None}:
         print_table(
-            ("offline", *OUTCOMES, "waiting"),
-            ((n, *map(str, (*counts.by_outcome.values(), counts.queued))) for n, counts in offline_counts.items()),
+            ("offline", *OUTCOMES, "waiting", "GPU s"),
+            (
+                (name, *(str(count) for count in (*counts.by_outcome.values(), counts.queued)), number(counts.gpu_s))
+                for name, counts in offline_counts.items()
+            ),
         )
     if status.applications:
         print_table(

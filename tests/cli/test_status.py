@@ -53,7 +53,7 @@ def test_only_what_is_unusual_is_noted() -> None:
 def test_idle_models_and_offline_requests_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models = {"rare": ModelStatus(), "busy": ModelStatus(offline=OfflineCounts(ok=7, failed=2, queued=3))}
+    models = {"rare": ModelStatus(), "busy": ModelStatus(offline=OfflineCounts(ok=7, failed=2, queued=3, gpu_s=1.5))}
     shown = SystemStatus(models=models, plan={"idle": {"rare": 24.3}})
     monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda _url, _type: shown)
     with pytest.raises(SystemExit, match="0"):
@@ -61,4 +61,4 @@ def test_idle_models_and_offline_requests_are_shown(
     told = capsys.readouterr().out
     assert "note: rare is idle: nobody asks it. The next request brings it back, in about 24 s" in told
     (row,) = (line.split() for line in told[told.index(" offline") :].splitlines()[1:2])
-    assert row == ["busy", "7", "0", "0", "0", "2", "3"]
+    assert row == ["busy", "7", "0", "0", "0", "2", "3", "1.5"]
