@@ -243,6 +243,12 @@ class TokenSlo(StrictModel):
         """Return the latest time from arrival to the last of so many tokens."""
         return self.ttft_ms + self.tpot_ms * max(0.0, output_tokens - 1.0)
 
+    def is_met_by(self, first_ms: float, writing_ms: float, output_tokens: float, tolerance_ms: float = 0.0) -> bool:
+        """Return whether an answer of so many tokens keeps both: its first token came `first_ms` after its arrival, and
+        the last one `writing_ms` after that."""
+        further_ms = writing_ms / (output_tokens - 1.0) if output_tokens > 1.0 else 0.0
+        return first_ms <= self.ttft_ms + tolerance_ms and further_ms <= self.tpot_ms + tolerance_ms
+
     def within(self, time_ms: float, output_tokens: float) -> TokenSlo:
         """Return the bounds for an answer of so many tokens of which the last one is due in this time, which is above
         0. A further token never has more time than here; what is left is for the first one."""

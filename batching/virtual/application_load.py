@@ -195,8 +195,7 @@ class Joins:
         slo = self._load.slos[self._load.calls[call][0]] if tokens else None
         if slo is None:
             return bool(last_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS)
-        is_slow = last_ms - first_ms > (slo.tpot_ms + TIME_TOLERANCE_MS) * (tokens - 1)
-        return bool(is_slow or first_ms - run.arrived_ms > run.graph.slo_ms + TIME_TOLERANCE_MS)
+        return not slo.is_met_by(first_ms - run.arrived_ms, last_ms - first_ms, tokens, TIME_TOLERANCE_MS)
 
     def _end(self, run: ApplicationRun, call: int, outcome: Outcome) -> list[tuple[int, float | None]]:
         """Return the requests of a call that is over, to withdraw them."""

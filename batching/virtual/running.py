@@ -357,10 +357,8 @@ class RunningSystem:
             if self._tokens is None:
                 continue
             prompt, output = int(self._tokens.prompt[request]), int(self._tokens.output[request])
-            is_late = slo is not None and (
-                first_ms - engine.times_ms[request] > slo.ttft_ms + TIME_TOLERANCE_MS
-                or (last_ms - first_ms) / max(1, output - 1) > slo.tpot_ms + TIME_TOLERANCE_MS
-            )
+            took_ms = first_ms - engine.times_ms[request]
+            is_late = slo is not None and not slo.is_met_by(took_ms, last_ms - first_ms, output, TIME_TOLERANCE_MS)
             written[model] += (not is_late, is_late, prompt, output)
         engine.replicas.written.clear()
         return written

@@ -48,8 +48,7 @@ class ModelTarget:
         """Return the outcome of an answer with its latency from the scheduled time. Of a stream both bounds count."""
         if self.slo is None or reply.status != 200:
             return outcome_of(reply.status, latency_ms, self.slo_ms)
-        tpot_ms = reply.writing_ms / (reply.tokens - 1) if reply.tokens > 1 else 0.0
-        in_time = latency_ms - reply.writing_ms <= self.slo.ttft_ms and tpot_ms <= self.slo.tpot_ms
+        in_time = self.slo.is_met_by(latency_ms - reply.writing_ms, reply.writing_ms, reply.tokens)
         return Outcome.OK if in_time else Outcome.LATE
 
 
