@@ -28,8 +28,8 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.profiles.size_classes import find_classes
 
-# Format: marks of a rehearsal, and of an answer that is given up, on the heap of events; larger than the place of any
-# gpu-let.
+# Format: marks of a rehearsal, of an answer that is given up, and of an offline request that comes, on the heap of
+# events; larger than the place of any gpu-let.
 _REHEARSAL, _GIVEN_UP, _OFFLINE = 1 << 60, 1 << 61, 1 << 62
 
 

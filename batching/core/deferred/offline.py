@@ -96,7 +96,7 @@ class OfflineRequests:
     def next_batch(self, pool: WaitingPool, now: float, starts_at: float, gpulet: int) -> tuple[int, int]:
         """Return the program and the size of the offline batch that may start on a gpu-let then; size 0: none."""
         ends_ms = self._ends_ms.setdefault(pool.index, {})
-        rivals, lately = (self._rivals(pool, now, None, within_ms) for within_ms in (INF, _UNASKED_MS))
+        rivals, lately = self._rivals(pool, now, None, INF), None
         for program, waiting in self.waiting.items():
             run = pool.run.get(program)
             if run is not None:
@@ -104,7 +104,9 @@ class OfflineRequests:
                 factor = self._gpulets.factor(program, gpulet)
                 most = min(len(waiting), len(run) - 1)
                 size = self._largest(pool, rivals, run, factor, begin, now, most, 0)
-                size = size or self._largest(pool, lately, run, factor, begin, now, 1, 0)
+                if not size:
+                    lately = self._rivals(pool, now, None, _UNASKED_MS) if lately is None else lately
+                    size = self._largest(pool, lately, run, factor, begin, now, 1, 0)
                 if size:
                     ends_ms[gpulet] = begin + factor * run[size]
                     return program, size

@@ -78,14 +78,17 @@ class ServedModels:
 
     def choose_version(self, model: str) -> PlannedModel:
         """Return a version of the model of a stage for one request: as of requests that name none."""
-        split = self.splits.get(split_name(model)[0]) if self.splits else None
+        split = self._split_of(model)
         name = model if split is None else split.choose(random.random())
         return self._models.get(name) or PlannedModel(name)
 
     def _shadows_of(self, model: str) -> Shadows:
         """Return the versions of the model of a stage that get copies of its requests."""
-        split = self.splits.get(split_name(model)[0]) if self.splits else None
+        split = self._split_of(model)
         return () if split is None else split.shadows
+
+    def _split_of(self, model: str) -> Split | None:
+        return self.splits.get(split_name(model)[0]) if self.splits else None
 
     def _signature(self, name: str) -> ModelSignature | None:
         """Return the tensors of a model of the plan, as a gpu-let reported them last; None before any did."""
@@ -114,8 +117,8 @@ class ServedModels:
     def openai_models(self) -> list[str]:
         """Return the models that can be asked by OpenAI's interface now: those that generate, and those that make
         embeddings or scores of texts."""
-        found = [(each.model, each.interface) for each in self._models.values() if each.is_ready]
-        return list(dict.fromkeys(name for name, interface in found if interface and interface.is_openai))
+        ready = [(each.model, each.interface) for each in self._models.values() if each.is_ready]
+        return list(dict.fromkeys(name for name, interface in ready if interface and interface.is_openai))
 
     def name(self, model: str, version: str = "") -> str:
         """Return the plan's name for a client's name."""
@@ -175,10 +178,10 @@ def no_plan() -> HttpError:
 
 def _alone_ms(plan: Plan, model: str) -> float:
     """Return what a batch of one request takes on the fastest gpu-let of a model; 0 where nothing hosts it."""
-    found = [
+    alone_ms = [
         program.latency.at(1) * program.slowdown
         for gpulet in plan.gpulets
         for program in gpulet.programs
         if model in program.models and program.latency is not None
     ]
-    return min(found, default=0.0)
+    return min(alone_ms, default=0.0)

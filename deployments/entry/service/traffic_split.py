@@ -99,7 +99,7 @@ class ShadowCopies:
     def send(
         self,
         dispatching: Dispatching,
-        shadows: Sequence[tuple[float, str]],
+        shadows: Shadows,
         samples: Sequence[Sequence[InputPart]],
         slot: Slot | RunMemory | None,
         client_id: str,
