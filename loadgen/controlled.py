@@ -93,7 +93,7 @@ class ControlledSimulation:
         schedule = make_client_schedule(targets, applications, self.duration_s, self.seed, rate_scale)
         load = make_load(models, schedule, self.seed)
         arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
-        joins = Joins(load, response_ms=self.network.response_ms)
+        joins = Joins(load)
         if not applications:
             return ControlledLoad(*arrived, tokens=load.tokens, sizes=load.sizes), joins
         return ControlledLoad(*arrived, load.deadlines_ms, joins, sizes=load.sizes), joins

@@ -154,7 +154,7 @@ class Simulation:
         """Run all requests at a rate scale."""
         schedule, offline = self._schedule(rate_scale)
         load = make_load(self.models, schedule, self.seed)
-        joins = Joins(load, response_ms=self.system.network.response_ms)
+        joins = Joins(load)
         return SimulatedRun(self._simulate(load, joins, offline), schedule, load, joins)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
@@ -162,7 +162,7 @@ class Simulation:
         schedule, offline = self._schedule(rate_scale)
         load = make_load(self.models, schedule, self.seed)
         begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
-        joins = Joins(load, counted_from_ms=begin_ms, response_ms=self.system.network.response_ms)
+        joins = Joins(load, counted_from_ms=begin_ms)
         judged: JudgedRequests = HostedModels(self.system, load.times_ms, load.model_index, begin_ms)
         if load.applications:
             judged = _WithApplications(load, self.system, joins, begin_ms)

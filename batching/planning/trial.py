@@ -102,7 +102,7 @@ class Trials:
         begin_ms, joins, stopped = 1000.0 * WARM_UP * self._duration_s, None, False
         if worth.applications:
             load = replace(load, applications=plan.applications)  # as the plan splits their deadlines
-            joins = Joins(load, counted_from_ms=begin_ms, response_ms=self._network.response_ms)
+            joins = Joins(load, counted_from_ms=begin_ms)
         hosted = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         place = {spec.name: place for place, spec in enumerate(self._models)}
 

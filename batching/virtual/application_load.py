@@ -66,7 +66,6 @@ class Joins:
         load: ApplicationLoad,
         *,
         counted_from_ms: float = 0.0,
-        response_ms: float = 0.0,
         make_run: Callable[[ApplicationGraph, float, float, StageTimes], ApplicationRun] = ApplicationRun,
     ) -> None:
         """Begin with the first request.
@@ -74,11 +73,10 @@ class Joins:
         Args:
             load: the requests.
             counted_from_ms: end of the warm-up; only calls that arrive from then on are counted.
-            response_ms: the way of an answer back to the client.
             make_run: makes the run of a call.
         """
         self._load, self._make_run, self._times = load, make_run, StageTimes()
-        self._counted_from_ms, self._response_ms = counted_from_ms, response_ms
+        self._counted_from_ms = counted_from_ms
         self._graphs = [ApplicationGraph.of(application) for application in load.applications]
         self._owner, self._stage, self._deadlines_ms = load.owner.tolist(), load.stage.tolist(), load.deadlines_ms
         self._rows: dict[tuple[int, int], list[int]] = {}
@@ -138,10 +136,7 @@ class Joins:
                 at_ms = now_ms
                 if run.graph.stages[stage].is_streamed and self._load.tokens is not None:
                     at_ms = (first_ms or {}).get(request, now_ms)
-                    self.first_ms[call], self.tokens[call] = (
-                        at_ms + self._response_ms,
-                        self._load.tokens.output[request],
-                    )
+                    self.first_ms[call], self.tokens[call] = at_ms, self._load.tokens.output[request]
                 changes += self._send_due(run, call, run.answered(stage, at_ms), now_ms)
         return changes
 
@@ -183,7 +178,7 @@ class Joins:
                 deadline_ms = run.deadline_ms(stage, now)
                 changes += [(row, deadline_ms) for row in rows]
         if run.is_complete:
-            self.answered_ms[call] = now + self._response_ms
+            self.answered_ms[call] = now
             self._end(run, call, Outcome.LATE if self._is_late(run, call) else Outcome.OK)
         else:
             self._sent[call].update(row for row, _ in changes)

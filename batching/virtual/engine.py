@@ -7,6 +7,7 @@ the same schedule and systems give the same bytes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain
@@ -28,9 +29,9 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.profiles.size_classes import find_classes
 
-# Format: marks of a rehearsal, of an answer that is given up, and of an offline request that comes, on the heap of
-# events; larger than the place of any gpu-let.
-_REHEARSAL, _GIVEN_UP, _OFFLINE = 1 << 60, 1 << 61, 1 << 62
+# Format: marks of a rehearsal, of an answer that is given up, of an offline request that comes, and of answers that end
+# their way back, on the heap of events; larger than the place of any gpu-let.
+_REHEARSAL, _GIVEN_UP, _OFFLINE, _ANSWERED = 1 << 60, 1 << 61, 1 << 62, 1 << 63
 
 
 class Follows(Protocol):
@@ -109,6 +110,7 @@ class Engine:
         self.followed: list[int] = []
         self._retried: set[int] = set()
         self._follows = follows
+        self._answers: deque[tuple[Sequence[int], Mapping[int, float]]] = deque()  # on their way back
         self._counted_from_ms = counted_from_ms
         self._sizes = sizes
         self._offline = offline
@@ -234,6 +236,9 @@ class Engine:
                     now = at
                     if self._offline is not None and self._offline.next_ms <= now:
                         self._refill(self._offline, scheduler, now)
+                elif gpulet == _ANSWERED:
+                    now = at
+                    self._deliver(*self._answers.popleft(), now)
                 elif gpulet < 0:
                     if self.replicas.steps[-1 - gpulet].due_ms == at:
                         now = at
@@ -326,8 +331,18 @@ class Engine:
         return None if self.scheduler is None else self.scheduler.status()
 
     def _answer(self, requests: Sequence[int], now: float, first_ms: Mapping[int, float]) -> None:
-        """Do what follows on answers."""
-        if self._follows is not None and requests:
+        """Do what follows on answers when they have gone their way back."""
+        if self._follows is None or self.scheduler is None or not requests:
+            return
+        way_ms = self.scheduler.system.network.response_ms
+        if way_ms:
+            self._answers.append((requests, {each: at + way_ms for each, at in first_ms.items() if each in requests}))
+            heappush(self.gpulets.events, (now + way_ms, _ANSWERED, 0))
+        else:
+            self._deliver(requests, first_ms, now)
+
+    def _deliver(self, requests: Sequence[int], first_ms: Mapping[int, float], now: float) -> None:
+        if self._follows is not None:
             self._follow(self._follows.answered(requests, now, first_ms), now)
 
     def _follow(self, requests: Sequence[tuple[int, float | None]], now: float) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tenuto.batching.applications.application_run import ApplicationRun
 from tenuto.batching.core.build import everywhere
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.application_load import ApplicationLoad, Joins
 from tenuto.batching.virtual.simulator import simulate
@@ -69,6 +70,31 @@ def test_a_call_without_requests_is_answered_at_once() -> None:
     assert np.all(joins.outcome[empty] == Outcome.OK)
     assert joins.counts()["ocr"][Outcome.OK] == len(empty)
     assert joins.answered_ms[empty].tolist() == [load.calls[call][1] for call in empty]
+
+
+def test_an_answer_goes_its_way_back_before_the_stages_behind_begin() -> None:
+    work = workload(traffic(rate_rps=2.0))
+    one_ms, three_ms = 5.0, 7.0  # of batches of one and of three
+
+    for delay in (NetworkDelay(), NetworkDelay(ctrl_ms=0.5, response_ms=2.0)):
+        own_ms = delay.ctrl_ms + delay.response_ms
+        system = everywhere(work, Cluster.parse("v100:4"), Profiles(()), delay)
+        load = load_of(work, 5.0)
+        joins = Joins(load)
+        simulate(
+            make_scheduler("eager", system),
+            load.times_ms,
+            load.model_index,
+            deadlines_ms=load.deadlines_ms,
+            follows=joins,
+        )
+
+        assert np.all(joins.outcome == Outcome.OK)
+        assert joins.stage_ms == pytest.approx(
+            np.tile([one_ms, three_ms, one_ms, one_ms], (len(load.calls), 1)) + own_ms
+        )
+        begun_ms = np.array([at_ms for _, at_ms in load.calls.values()])
+        assert joins.answered_ms - begun_ms == pytest.approx(2 * one_ms + three_ms + 3 * own_ms)
 
 
 # --- calls that end early -------------------------------------------------------------------------------------------
