@@ -30,8 +30,8 @@ def with_version(
         entry: its differences from the version that takes the rest; for an existing version, further changes.
 
     Raises:
-        InvalidInputError: no such model, the version takes the rest, nothing defines it, shares exceed 100, or its
-            tensors differ.
+        InvalidInputError: no such model, the version takes the rest, nothing defines it, it has neither a share nor a
+            rate, shares exceed 100, or its tensors differ.
     """
     versions, rest = _versions(workload, model)
     name = versioned(model, version)
@@ -47,6 +47,9 @@ def with_version(
     if known is None:
         data = {**inherited(data, {**entry, **terms}), "name": name, "rate_rps": rest.rate_rps}
     spec = parse_document(ModelSpec, {**data, "share_pct": None, "shadow": False, **entry, **terms}, origin="model")
+    if known is None and spec.share_pct == 0 and "rate_rps" not in entry:
+        cure = f"Say how often {name} is asked by its number: --entry '{{rate_rps: 1}}' beside what it has of its own."
+        raise refused("rate_rps", None, "is missing for a version without a share of the requests", cure)
     return _edits(workload, [*(other for other in workload.models if other.name != name), spec])
 
 

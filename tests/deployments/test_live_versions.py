@@ -78,7 +78,8 @@ def test_a_version_is_tried_and_promoted_without_losing_a_request(operator: Oper
 
 
 def test_what_is_rolled_back_is_what_was_asked_last_even_if_that_is_under_way(operator: Operations) -> None:
-    operator.edit(lambda controller: controller.set_version("one", "4", {"share_pct": 0.0}, {"weights_path": "/4"}))
+    own = {"weights_path": "/4", "rate_rps": 5.0}
+    operator.edit(lambda controller: controller.set_version("one", "4", {"share_pct": 0.0}, own))
     operator.edit(lambda controller: controller.promote("one", "4"), waits=False)
     _, is_reached = operator.rollback(None)
     assert (is_reached, sorted(versions(operator))) == (True, ["2", "4"])

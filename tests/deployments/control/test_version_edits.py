@@ -84,11 +84,16 @@ def test_versions_share_out_what_applications_ask_and_stages_follow_the_one_that
         (app,) = workload.applications
         assert [(stage.label, stage.model) for stage in app.stages] == [("m", "m:2"), ("x", "x")]
     assert Workload.of_document(parse_yaml(control.workload.dump(), "w"), "w") == control.workload
-    control.edit(with_version(control.workload, "m", "3", {"share_pct": 0.0}, OWN))
+    control.edit(with_version(control.workload, "m", "3", {"share_pct": 0.0}, {**OWN, "rate_rps": 5.0}))
     assert asked(control.workload)["m:2"] == (150.0, 100.0)  # the other is asked by its URL alone
     control.edit(with_version(control.workload, "m", "3", {"share_pct": 50.0}, {}))
     control.edit(promoted(control.workload, "m", "3"))
     assert control.workload.applications[0].stage("m").model == "m:3"
+
+
+def test_a_new_version_without_a_share_needs_a_rate_of_its_own() -> None:
+    with pytest.raises(InvalidInputError, match=r"rate_rps: is missing .* asked by its number"):
+        with_version(WORKLOAD, "m", "2", {"share_pct": 0.0}, OWN)
 
 
 def plan_of(workload: Workload) -> Plan:
