@@ -25,6 +25,7 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 _LOOKS_S = 0.5  # pace: of looks for new batches
 _FULL_S = 5.0  # pace: between two tries to write on a disk that is full
+_FORGETS_S = 3600.0  # pace: of looks for what has expired
 _ENDS_S = 30.0  # limit: for lines under way when their batch is cancelled or expires
 _MOST_DEATHS = 10  # limit: processes that may die with a line before it is answered as failed
 
@@ -82,6 +83,7 @@ class BatchRunner:
         """Work all batches off, for ever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._record(), name="record answers")
+            tasks.create_task(self._forget(), name="forget what has expired")
             while True:
                 await self._in_the_end(self._store.check_database)
                 for batch_id, key in await self._in_the_end(self._store.open_batches):
@@ -89,6 +91,13 @@ class BatchRunner:
                         self._batches[batch_id] = key
                         tasks.create_task(self._work_off_alone(batch_id, key), name=batch_id)
                 await asyncio.sleep(_LOOKS_S)
+
+    async def _forget(self) -> None:
+        """Delete what has expired, now and every hour."""
+        while True:
+            while await self._in_the_end(self._store.forget_old):
+                pass
+            await asyncio.sleep(_FORGETS_S)
 
     async def _work_off_alone(self, batch_id: str, key: str) -> None:
         """Work a batch off. A fault with it stops no other: the batch is left until the store starts again."""

@@ -45,6 +45,15 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE UNIQUE INDEX IF NOT EXISTS custom_ids ON lines (batch, custom_id);
 CREATE INDEX IF NOT EXISTS open_batches ON documents (is_open) WHERE is_open;
 """
+_DAY_S = 86_400  # unit
+_OLD = """
+SELECT id, kind, document FROM documents WHERE NOT is_open AND :now >= IIF(kind = 'file',
+    COALESCE(json_extract(document, '$.expires_at'), json_extract(document, '$.created_at') + :keep),
+    COALESCE(json_extract(document, '$.completed_at'), json_extract(document, '$.failed_at'),
+        json_extract(document, '$.cancelled_at'), json_extract(document, '$.expired_at')) + :keep)
+    AND id NOT IN (SELECT json_extract(document, '$.input_file_id') FROM documents WHERE is_open) LIMIT :most
+"""
+_PAST = "past"  # format: id and kind of the document that has the counts of batches which are forgotten
 
 
 class StoreError(Exception):
@@ -63,6 +72,7 @@ class BatchFile(msgspec.Struct):
     created_at: int
     filename: str
     purpose: str
+    expires_at: int | None = None
     object: str = "file"
     status: str = "processed"
 
@@ -108,6 +118,12 @@ class _Progress(msgspec.Struct):
     looked_at: int = 0
     output_bytes: int = 0
     error_bytes: int = 0
+
+
+class _Past(msgspec.Struct):
+    """What stays of batches that are forgotten."""
+
+    request_counts: LineCounts = msgspec.field(default_factory=LineCounts)
 
 
 class BatchLine(NamedTuple):
@@ -356,8 +372,9 @@ class BatchStore:
         return self.document(key, "file", file_id)
 
     def _add_file(self, key: str, file_id: str, filename: str, purpose: str) -> None:
-        size = self.path(file_id).stat().st_size
-        self._add(key, "file", file_id, BatchFile(file_id, size, int(self._clock()), filename, purpose), None)
+        size, now = self.path(file_id).stat().st_size, int(self._clock())
+        expires_at = now + self.options.keep_days * _DAY_S
+        self._add(key, "file", file_id, BatchFile(file_id, size, now, filename, purpose, expires_at), None)
 
     def delete_file(self, key: str, file_id: str) -> None:
         """Delete a file of a key; raises `StoreError` 404, or 409 while a batch reads it."""
@@ -368,6 +385,27 @@ class BatchStore:
         self.path(file_id).unlink(missing_ok=True)
         with self._db:
             self._db.execute("DELETE FROM documents WHERE id = ?", (file_id,))
+
+    def forget_old(self) -> bool:
+        """Delete some of the files that have expired, unless a batch reads them, and of the batches that have been over
+        for as long; return whether there may be more."""
+        terms = {"now": int(self._clock()), "keep": self.options.keep_days * _DAY_S, "most": _SLICE}
+        rows = self._db.execute(_OLD, terms).fetchall()
+        past = self._db.execute("SELECT document FROM documents WHERE id = ?", (_PAST,)).fetchone()
+        total = _Past() if past is None else msgspec.json.decode(past[0], type=_Past)
+        for id, kind, document in rows:
+            if kind == "file":
+                self.path(id).unlink(missing_ok=True)
+            else:
+                counts = msgspec.json.decode(document, type=_Past).request_counts
+                total.request_counts.completed += counts.completed
+                total.request_counts.failed += counts.failed
+        if rows:
+            with self._db:
+                self._db.executemany("DELETE FROM documents WHERE id = ?", [row[:1] for row in rows])
+                write = "INSERT OR REPLACE INTO documents (id, kind, document, is_open) VALUES (?, ?, ?, 0)"
+                self._db.execute(write, (_PAST, _PAST, _text(total)))
+        return len(rows) == _SLICE
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -426,7 +464,7 @@ class BatchStore:
         request is answered with an error; a batch without any request fails."""
         with self._db:
             batch, progress = self._stored(batch_id)
-            if progress.looked_at < 0:
+            if progress.looked_at < 0 or self._has_no_content(batch):
                 return False
             broken: list[LineAnswer] = []
             with self.path(batch.input_file_id).open("rb") as file:
@@ -445,14 +483,17 @@ class BatchStore:
             elif is_over and counts.failed == counts.total:
                 code, message = "invalid_file", "no line of the file is a request; the file of errors says why."
             if code:
-                error = {"code": code, "message": message, "param": None, "line": None}
-                batch.errors, progress.looked_at = {"object": "list", "data": [error]}, -1
+                batch.errors, progress.looked_at = _errors(code, message), -1
                 self._end(batch, progress, "failed")
                 return False
             if is_over and batch.status == "validating":
                 batch = self._reach(batch, "in_progress")
             self._save(batch, progress)
             return not is_over
+
+    def _has_no_content(self, batch: OfflineBatch) -> bool:
+        """Whether somebody deleted the content of the file of a batch, and not the whole folder."""
+        return not self.path(batch.input_file_id).exists() and (self.folder / "files").is_dir()
 
     def _others(self, batch_id: str) -> list[str]:
         """Return the other open batches of the key of a batch."""
@@ -482,7 +523,7 @@ class BatchStore:
         """Return lines of a batch without an answer, in order and behind the line `after`; None where no more are to be
         asked, as the batch is over, cancelled or expired."""
         batch, _ = self._stored(batch_id)
-        if batch.status != "in_progress" or self._clock() >= batch.expires_at:
+        if batch.status != "in_progress" or self._clock() >= batch.expires_at or self._has_no_content(batch):
             return None
         rows = self._db.execute(
             "SELECT number, custom_id, length, start FROM lines WHERE batch = ? AND number > ? AND NOT is_answered "
@@ -535,19 +576,25 @@ class BatchStore:
         return whether more are to come. In the end its files are there."""
         with self._db:
             batch, progress = self._stored(batch_id)
-            if batch.status not in ("in_progress", "cancelling"):
+            is_gone = self._has_no_content(batch)
+            if batch.status not in ("in_progress", "cancelling") and not (is_gone and batch.status == "validating"):
                 return False
             is_cancelled = batch.status == "cancelling"
             find = "SELECT number, custom_id FROM lines WHERE batch = ? AND NOT is_answered LIMIT ?"
-            if rows := self._db.execute(find, (batch_id, _SLICE)).fetchall():
-                end = "was cancelled" if is_cancelled else "expired"
-                code, message = f"batch_{end.split()[-1]}", f"the batch {end} before this line was asked."
-                batch.expired_at = None if is_cancelled else int(self._clock())
+            rows = self._db.execute(find, (batch_id, _SLICE)).fetchall()
+            if is_gone and not is_cancelled and (rows or progress.looked_at >= 0):
+                batch.errors = _errors("file_lost", "the content of its file was deleted from the disk of the server.")
+            if rows:
+                end = "was cancelled" if is_cancelled else "lost its file" if batch.errors else "expired"
+                code = "file_lost" if batch.errors else f"batch_{end.split()[-1]}"
+                message = f"the batch {end} before this line was asked."
+                batch.expired_at = None if is_cancelled or batch.errors else int(self._clock())
                 unasked = [LineAnswer(number, False, answer_text(name, None, code, message)) for number, name in rows]
                 self._record(batch, progress, unasked)
                 return True
             batch.finalizing_at = int(self._clock())
-            self._end(batch, progress, "cancelled" if is_cancelled else "expired" if batch.expired_at else "completed")
+            uncancelled = "failed" if batch.errors else "expired" if batch.expired_at else "completed"
+            self._end(batch, progress, "cancelled" if is_cancelled else uncancelled)
             return False
 
     def _end(self, batch: OfflineBatch, progress: _Progress, status: str) -> None:
@@ -590,6 +637,11 @@ def _read(raw: bytes, endpoint: str) -> tuple[str | None, str, str]:
     if line.method != "POST" or line.url != endpoint:
         return custom_id, "mismatched_url", f"its method and url are not POST and {endpoint}"
     return custom_id, "invalid_request" if is_streamed else "", "its body asks for a stream"
+
+
+def _errors(code: str, message: str) -> dict[str, Any]:
+    """Return what OpenAI's interface shows of a batch that fails."""
+    return {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
 
 
 def _text(document: msgspec.Struct | None) -> str:

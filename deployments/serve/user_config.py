@@ -304,6 +304,7 @@ class OfflineOptions(StrictModel):
 
     `max_file_mib`: largest file; `max_held_mib` and `max_files`: all files of a key, and their number; `max_lines`:
     lines of a key's batches that are not over. `under_way`: lines that are asked at a time, of all batches.
+    `keep_days`: how long files stay, and batches that are over.
     """
 
     path: Annotated[str, Field(min_length=1)]
@@ -312,6 +313,7 @@ class OfflineOptions(StrictModel):
     max_files: Annotated[int, Field(ge=1)] = 10_000
     max_lines: Annotated[int, Field(ge=1)] = 1_000_000
     under_way: Annotated[int, Field(ge=1, le=4096)] = 64
+    keep_days: Annotated[int, Field(ge=1, le=36_500)] = 30
 
 
 class GatewayConfig(Access, DispatcherConfig):

@@ -35,7 +35,7 @@ class Clock:
 
 
 def opened(path: Path, **how: Any) -> BatchStore:
-    limits = {name: how.pop(name) for name in ("max_held_mib", "max_files", "max_lines") if name in how}
+    limits = {name: how.pop(name) for name in ("max_held_mib", "max_files", "max_lines", "keep_days") if name in how}
     store = BatchStore(OfflineOptions(path=str(path), **limits), **how)
     assert store.lock()
     store.open_database()
@@ -295,6 +295,61 @@ def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
     ended(store, batch_id)
     store.delete_file(KEY, file_id)
     assert not store.path(file_id).exists()
+
+
+def test_what_is_over_goes_after_the_stated_days_and_nothing_sooner(tmp_path: Path) -> None:
+    clock = Clock()
+    store = opened(tmp_path, clock=clock, keep_days=2)
+    first, waiting = begun(store, lines_of(2)), begun(store, lines_of(3), window_s=20 * 86_400)
+    work_off(store, first)
+    clock.now_s += 86_400
+    batch, _, _ = ended(store, first)
+    output = msgspec.json.decode(store.document(KEY, "file", batch["output_file_id"]))
+    assert output["expires_at"] == clock.now_s + 2 * 86_400
+    before = store.status()
+    clock.now_s += 86_400  # what was uploaded has expired, and a batch still reads one of it
+    assert not store.forget_old()
+    assert [id for id, _ in store.documents(KEY, "file", None, 9)] == [
+        output["id"],
+        batch_of(store, waiting)["input_file_id"],
+    ]
+    assert store.path(output["id"]).exists()
+    clock.now_s += 86_399
+    store.forget_old()
+    assert batch_of(store, first) == batch
+    clock.now_s += 1
+    store.forget_old()
+    assert [id for id, _ in store.documents(KEY, "batch", None, 9)] == [waiting]
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [batch_of(store, waiting)["input_file_id"]]
+    assert (store.status().completed, before.completed) == (2, 2)  # a counter that falls would be read as a restart
+    work_off(store, waiting)
+    ended(store, waiting)
+    clock.now_s += 2 * 86_400
+    store.forget_old()
+    assert (store.status().completed, store.status().bytes, [*(tmp_path / "files").iterdir()]) == (5, 0, [])
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_a_batch_whose_file_was_deleted_from_the_disk_fails_with_what_it_has(tmp_path: Path, looked_at: bool) -> None:
+    store = opened(tmp_path)
+    file = msgspec.json.decode(store.add_file(KEY, "f", store.copy_file(io.BytesIO(lines_of(1500).encode()))))
+    batch_id = msgspec.json.decode(store.add_batch(KEY, file["id"], URL, "1h", 3600, None))["id"]
+    while store.validate(batch_id) and looked_at:
+        pass
+    if looked_at:
+        store.record(batch_id, [answer(7, "r7")])
+    (tmp_path / "files").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):  # a whole folder that is gone may come back
+        store.pending(batch_id, -1, 9) if looked_at else store.validate(batch_id)
+    (tmp_path / "away").rename(tmp_path / "files")
+    store.path(file["id"]).unlink()
+    assert not store.validate(batch_id)
+    assert store.pending(batch_id, -1, 9) is None
+    batch, outputs, errors = ended(store, batch_id)
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "file_lost")
+    assert (len(outputs), len(errors)) == ((1, 1499) if looked_at else (0, 1000))
+    assert {row["error"]["code"] for row in errors} == {"file_lost"}
+    assert store.open_batches() == []
 
 
 def test_lists_go_on_behind_an_id(tmp_path: Path) -> None:
