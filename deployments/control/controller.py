@@ -476,6 +476,7 @@ class Controller:
     def _find_reasons(self, news: EstimateUpdate) -> None:
         when, estimates = self._settings.when, self._estimates
         slow = estimates.slow_news()
+        is_news = news.jumped or (slow is not None and Reason.SLOW not in self._reasons)
         self._set(Reason.SLOW, slow, slow or "")
         if slow is not None or estimates.lengths.have_moved(self._workload.models):
             self._questions.forget_answer()
@@ -488,7 +489,7 @@ class Controller:
         losses = (frozenset(news.losing), estimates.is_unsettled(self._now_s)) if news.losing else None
         is_new_loss = losses is not None and losses != self._compared_losses  # others wait for the next check
         self._compared_losses = losses
-        if not (is_due or news.jumped or is_new_loss):
+        if not (is_due or is_news or is_new_loss):
             return
         is_short = self._compare_rates(adds=is_due)
         if news.losing and Reason.SLO in self._reasons and not is_short:
@@ -602,7 +603,13 @@ class Controller:
                     }
                 ),
                 self._shared_out(estimates.traffic(ahead_s)),
-                ChangeTerms(expected_rps, self._change_state.durations, change.horizon_s, change.hysteresis),
+                ChangeTerms(
+                    expected_rps,
+                    self._change_state.durations,
+                    change.horizon_s,
+                    change.hysteresis,
+                    self._settings.rates.average_s,
+                ),
                 growth=growth,
                 by_node=frozenset(kind for kind in growth if bounds[kind].per_node > 1),
                 limits=limits if bounds else {},

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.interface import ModelSeen
-from tenuto.deployments.control.planner_requests import CHANCE
 from tenuto.placement.generates import Generates, Lengths
+from tenuto.placement.planner.task import CHANCE
 from tenuto.placement.workload import ModelSpec
 
 _RECENT = 0.2  # fitted: the part of the time constant after which a change is told from chance

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from tenuto.deployments.control.journal import Reason
 from tenuto.deployments.control.settings import ControlSettings, Moved
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.planner.task import CHANCE
 
-CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3 % of the looks
-SAVING = frozenset({Reason.UNDERUSED, Reason.RATE, Reason.IDLE})  # reasons that can wait: no request is lost meanwhile
+# Reasons that can wait: no request is lost meanwhile. When slow batches would lose some, `Reason.OVERLOAD` says so.
+SAVING = frozenset({Reason.UNDERUSED, Reason.RATE, Reason.IDLE, Reason.SLOW})
 _SAVING_PART = 0.1  # pace: questions that only save take at most this part of a processor
 
 

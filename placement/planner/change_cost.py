@@ -8,6 +8,7 @@ lost.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.plan import Plan
 from tenuto.placement.planner.change_stages import made_anew, stages
-from tenuto.placement.planner.task import RunningPlan
+from tenuto.placement.planner.task import CHANCE, RunningPlan
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class ChangeScale:
         offered_rps = total(traffic.mean_rps)
         slight_rps = NOTHING * offered_rps
         needs_before, before_rps = map(total, self._carried_now)
-        needs_after, after_rps = (total(self._carried(target, of)) for of in (traffic, self._expected))
+        carried = self._carried(target, self._expected)
+        needs_after, after_rps = total(self._carried(target, traffic)), total(carried)
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
             return ChangeWorth(False, f"the new plan carries {needs_after:.0f} r/s, the running one {needs_before:.0f}")
         carries_more = needs_after > needs_before + slight_rps
@@ -125,10 +127,11 @@ class ChangeScale:
             spent += max(0.0, self._rent.of(stage.plan) - rent_before) * lasts_s
             if lasts_s:
                 serving = tuple(gpulet for gpulet in stage.plan.gpulets if gpulet.id in stage.ready)
-                carried = self._carried(stage.plan.model_copy(update={"gpulets": serving}), self._expected)
-                lost += max(0.0, before_rps - total(carried)) * lasts_s
+                meanwhile = self._carried(stage.plan.model_copy(update={"gpulets": serving}), self._expected)
+                lost += max(0.0, before_rps - total(meanwhile)) * lasts_s
         left_s = max(0.0, terms.horizon_s - seconds)
-        gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
+        chance_rps = self._chance_rps(carried, weights)
+        gained, saved = (after_rps - before_rps - chance_rps) * left_s, (rent_before - rent_after) * left_s
         is_free = lost <= slight_rps * seconds
         cut = _cut(running, target)
         if cut:
@@ -136,7 +139,7 @@ class ChangeScale:
         most = 1.0 + terms.hysteresis
         figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
         if gains:
-            if is_free or gained > most * lost:
+            if (is_free and not chance_rps) or gained > most * lost:
                 why = f"the new plan carries {needs_after:.0f} of {offered_rps:.0f} r/s"
                 why += f", the running one {needs_before:.0f}"
                 if not carries_more:
@@ -149,6 +152,20 @@ class ChangeScale:
             return ChangeWorth(False, f"the change only saves GPUs, and would lose {lost:.0f} requests", *figures)
         why = f"the new plan needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}{cut}"
         return ChangeWorth(True, why, *figures, only_saves=True)
+
+    def _chance_rps(self, carried: Mapping[str, float], weights: Mapping[str, float]) -> float:
+        """Return how much more a plan may seem to carry by chance, as it carries less of some model for the sake of
+        others; 0 when it carries less of none."""
+        rates_rps, before = self._expected.mean_rps, self._carried_now[1]
+        gives = {name: carried.get(name, 0.0) - before.get(name, 0.0) for name in carried.keys() | before.keys()}
+        if all(more >= -NOTHING * rates_rps[name] for name, more in gives.items()):
+            return 0.0
+        spread = self._running.traffic.dispersion
+        variances = (
+            (weights.get(name, 1.0) * more) ** 2 * spread.get(name, 1.0) / max(rates_rps[name], NOTHING)
+            for name, more in gives.items()
+        )
+        return CHANCE * math.sqrt(sum(variances) / (2.0 * self._terms.average_s))
 
     def _carried(self, plan: Plan, traffic: Traffic) -> dict[str, float]:
         """Return the requests per second of each model that a plan carries."""

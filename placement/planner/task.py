@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -25,15 +26,20 @@ class Durations:
     load_s: float
 
 
+CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3 % of the looks
+
+
 @dataclass(frozen=True)
 class ChangeTerms:
     """On which terms another plan may take the running one's place: it serves `expected_rps` for the rest of
-    `horizon_s`, and gains more than the change costs, by the part `hysteresis`."""
+    `horizon_s`, and gains more than the change costs, by the part `hysteresis`. These rates are averages with the time
+    constant `average_s`: requests taken from one model and given to another are no gain where chance explains it."""
 
     expected_rps: Mapping[str, float]
     durations: Durations
     horizon_s: float
     hysteresis: float
+    average_s: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def running(
     plan: Plan, traffic: Traffic, *, durations: Durations = DURATIONS, horizon_s: float = 300.0, **more: Any
 ) -> RunningPlan:
     """Return a plan that runs while this traffic comes, which is also what is expected."""
-    return RunningPlan(plan, traffic, ChangeTerms(traffic.mean_rps, durations, horizon_s, 0.2), **more)
+    return RunningPlan(plan, traffic, ChangeTerms(traffic.mean_rps, durations, horizon_s, 0.2, 20.0), **more)
 
 
 def request(

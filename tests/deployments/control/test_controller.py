@@ -142,11 +142,17 @@ def test_a_question_is_asked_again_when_there_is_news_or_its_answer_is_old() -> 
     assert len(desk.questions) >= 2
 
 
-@pytest.mark.parametrize("takes_s", [5, 30])
-def test_questions_that_only_save_take_at_most_a_tenth_of_a_processor(takes_s: int) -> None:
+@pytest.mark.parametrize(("takes_s", "happens"), [(5, "moved"), (30, "moved"), (5, "slow")])
+def test_questions_that_only_save_take_at_most_a_tenth_of_a_processor(takes_s: int, happens: str) -> None:
     desk, answered = Desk(TWO, GPUS, {"rates": {"settle_s": 1}}), 0
+    if happens == "slow":
+        desk = Desk(TWO, GPUS, {"when": {"underused": None, "rate": None}})
     while desk.now_s < 4000.0:
-        desk.rates = {"a": 10.0 + 20.0 * (answered % 2), "b": 10.0}  # there is news for each question
+        news = answered % 2  # for each question
+        if happens == "slow":
+            desk.ratios["n0/0/a"] = {"a": 1.5 - 0.5 * news}
+        else:
+            desk.rates = {"a": 10.0 + 20.0 * news, "b": 10.0}
         desk.look()
         if desk.questions:
             desk.look(takes_s)
@@ -167,6 +173,8 @@ def test_what_cannot_wait_takes_the_place_of_a_question_that_only_saves(happens:
     befall(desk, happens)
     if happens == "grown":
         desk.rates["a"] = 3000.0
+    elif happens == "slow":
+        desk.ratios["n0/0/a"] = {"a": 40.0}  # too slow for what comes
     elif happens == "leaving":
         desk.leaving = {"n0/1": desk.now_s + 500.0}
     desk.look(3)

@@ -70,6 +70,19 @@ def test_a_change_that_loses_more_than_it_gains_does_not_pay() -> None:
     assert weigh(running, target, rate_rps, gpus=1, horizon_s=1000.0, by_gpu=False).pays
 
 
+@pytest.mark.parametrize(("rates_rps", "pays"), [((50.0, 53.0), False), ((50.0, 60.0), True), ((10.0, 20.0), True)])
+def test_a_model_makes_way_for_another_only_where_chance_does_not_explain_the_gain(
+    rates_rps: tuple[float, float], pays: bool
+) -> None:
+    one, other = make_plan(SINGLE), make_plan({"n0/0/b": (100.0, ["b"])})
+    runs = running_plan(one, Traffic(dict(zip("ab", rates_rps, strict=True))))
+    worth = ChangeScale(runs, GPUS[:1], Rent(False, {})).weigh(other)
+    assert worth.pays == pays
+    assert worth.lost_requests > 0.0
+    both = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["b"])})
+    assert ChangeScale(runs, GPUS, Rent(False, {})).weigh(both).pays  # takes nothing from anybody
+
+
 def test_saving_never_costs_a_request() -> None:
     rate_rps = 200.0
     running, target = make_plan({"n0/0/a": (100.0, ["a"])}), make_plan({"n0/0/b": (50.0, ["a"])})
