@@ -11,11 +11,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal
 
 import numpy as np
 
+from tenuto.batching.virtual.offline_backlog import offline_figures
 from tenuto.batching.virtual.virtual_steps import RequestTokens
+from tenuto.deployments.operator.window import between
 from tenuto.deployments.serve.endpoint import client_key, generating_model, get_told, model_metadata, why_unread
 from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any, refused
@@ -158,7 +161,8 @@ def run_bench(
     began_at = time.monotonic()
     try:
         group.prepare(_jobs(sent, targets, options, schedule.hash[:8]))
-        worked = _worked(options.url) if tokens is not None or applications else {}
+        offline = [spec.name for spec in specs if spec.offline]
+        before = status_at(options.url) if tokens is not None or applications or offline else None
         worked_at = time.monotonic()
         # The start is late enough for every client to have received the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)  # derived: a message to an actor, and to a thread
@@ -175,18 +179,22 @@ def run_bench(
             group.stop()
         reports, lost = group.results()
         passed_s = time.monotonic() - worked_at
+        after = status_at(options.url) if before is not None else None
     finally:
         group.close()
     errors: Counter[str] = Counter()
     for report in reports:
         errors.update(report.errors)
     records = merge([report.records for report in reports])
-    result = _result(records, sent, options, targets, errors, lost, interrupted=interrupted)
+    result = _result(records, sent, options, targets, errors, lost, offline, interrupted=interrupted)
     result.schedule = schedule
-    if worked:
+    if before is not None and after is not None:
         generating = {str(name) for name in records.gpulet[records.output_tokens > 0]}
-        untold = worked.keys() if applications else generating  # gpu-lets of whose work not every answer tells
-        result.summary["gpulets"] |= _stepped(records, untold, worked, _worked(options.url), passed_s)
+        # Gpu-lets of whose work not every answer tells.
+        untold = _worked(before).keys() if applications or offline else generating
+        result.summary["gpulets"] |= _stepped(records, untold, _worked(before), _worked(after), passed_s)
+    if offline:
+        result.summary["offline"] = _offline(records, sent.names, offline, options, before, after, passed_s)
     result.wall_s = time.monotonic() - began_at
     result.queued, result.is_interrupted = queued, interrupted
     result.verdict.conditions["client_priority"] = " and ".join(sorted({report.priority for report in reports}))
@@ -201,11 +209,39 @@ def status_at(url: str) -> SystemStatus | None:
         return None
 
 
-def _worked(url: str) -> dict[str, tuple[float, int]]:
-    """Return how long each gpu-let has executed, in s, and its batches or steps; nothing if the endpoint does not
-    say."""
-    status = status_at(url)
-    return {} if status is None else {gpulet.id: (gpulet.busy_s, gpulet.batches) for gpulet in status.gpulets}
+def _worked(status: SystemStatus) -> dict[str, tuple[float, int]]:
+    """Return how long each gpu-let has executed, in s, and its batches or steps."""
+    return {gpulet.id: (gpulet.busy_s, gpulet.batches) for gpulet in status.gpulets}
+
+
+def _offline(
+    records: Records,
+    names: Sequence[str],
+    offline: Sequence[str],
+    options: BenchOptions,
+    before: SystemStatus | None,
+    after: SystemStatus | None,
+    passed_s: float,
+) -> dict[str, Any]:
+    """Return the figures of what offline models were asked, with the GPU time over the whole run as the endpoint counts
+    it."""
+    has_ended = records.answered_ms <= 1000.0 * options.duration_s
+    is_counted = has_ended & (records.status == HTTPStatus.OK) & (records.answered_ms >= options.measured_from_ms)
+    of = {name: records.model == names.index(name) for name in offline}
+    counted = records.where(is_counted & np.logical_or.reduce([*of.values()]))
+    part, others = None, None
+    if before is not None and after is not None:
+        figures = between(before, after, passed_s)
+        if figures.offline is not None:
+            part = figures.offline.part
+            others = sum(each.utilisation for each in figures.gpulets.values()) / max(1, len(figures.gpulets)) - part
+    return offline_figures(
+        {name: int((rows & is_counted).sum()) for name, rows in of.items()},
+        {name: int((rows & ~has_ended).sum()) for name, rows in of.items()},
+        int(counted.prompt_tokens.sum() + counted.output_tokens.sum()),
+        part,
+        others,
+    )
 
 
 def _stepped(
@@ -263,6 +299,7 @@ def _result(
     targets: Sequence[ModelTarget],
     errors: Counter[str],
     lost: Sequence[str],
+    offline: Collection[str],
     *,
     interrupted: bool,
 ) -> BenchResult:
@@ -275,14 +312,16 @@ def _result(
         known = records.request
         rest = unsent(schedule.times_ms, schedule.model_index, except_requests=known, sizes=schedule.sizes)
         records = merge([records, rest])
-    names = [target.name for target in targets]
-    generating = [target.name for target in targets if target.slo is not None and not target.stages]
+    judged = [target for target in targets if target.name not in offline]
+    names = [target.name for target in judged]
+    generating = [target.name for target in judged if target.slo is not None and not target.stages]
     window = {"warmup_ms": begin_ms, "duration_ms": end_ms}
-    summary = summarise(records, names, **window, applications=schedule.applications, generating=generating)
-    slos_ms = [target.slo_ms if target.slo is None else target.slo.ttft_ms for target in targets]
+    online = records.without_models([place for place, target in enumerate(targets) if target.name in offline])
+    summary = summarise(online, names, **window, applications=schedule.applications, generating=generating)
+    slos_ms = [target.slo_ms if target.slo is None else target.slo.ttft_ms for target in judged]
     verdict = judge(records, summary, slos_ms, interrupted=interrupted, lost_clients=lost)
     shown = [f"{count} × {text}" for text, count in errors.most_common(_SHOWN_ERRORS)]
-    return BenchResult(records, schedule, summary, verdict, errors=shown)
+    return BenchResult(online, schedule, summary, verdict, errors=shown)
 
 
 def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:

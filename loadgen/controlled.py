@@ -22,7 +22,7 @@ from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad
 from tenuto.errors import refused
 from tenuto.loadgen.figures import outcome_figures
 from tenuto.loadgen.schedule import make_client_schedule, make_load
-from tenuto.loadgen.simulated import beside
+from tenuto.loadgen.simulated import beside, make_backlog, offline_apart
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.application import Application
@@ -91,12 +91,14 @@ class ControlledSimulation:
         applications = beside(self.plan.applications or self.workload.applications, self.folder)  # as it splits them
         targets = client_targets(models, applications)
         schedule = make_client_schedule(targets, applications, self.duration_s, self.seed, rate_scale)
+        schedule, arriving = offline_apart(schedule, models)
+        offline = make_backlog(models, arriving, self.seed, self.scheduler_name, {})
         load = make_load(models, schedule, self.seed)
         arrived = tuple(spec.name for spec in models), load.times_ms, load.model_index, self.duration_s
         joins = Joins(load)
         if not applications:
-            return ControlledLoad(*arrived, tokens=load.tokens, sizes=load.sizes), joins
-        return ControlledLoad(*arrived, load.deadlines_ms, joins, sizes=load.sizes), joins
+            return ControlledLoad(*arrived, tokens=load.tokens, sizes=load.sizes, offline=offline), joins
+        return ControlledLoad(*arrived, load.deadlines_ms, joins, sizes=load.sizes, offline=offline), joins
 
 
 def controlled_summary(
@@ -110,9 +112,11 @@ def controlled_summary(
         since: when the run began on the performance counter, for `wall_s`.
         applications: the applications of the workload.
     """
-    staged = {app.model_name(stage) for app in applications for stage in app.stages}
-    ended = {name: row for name, row in zip(run.names, run.ended().tolist(), strict=True) if name not in staged}
-    total = np.sum([*ended.values(), *run.applications.values()], axis=0)
+    apart = {app.model_name(stage) for app in applications for stage in app.stages} | run.offline.get(
+        "requests", {}
+    ).keys()
+    ended = {name: row for name, row in zip(run.names, run.ended().tolist(), strict=True) if name not in apart}
+    total = np.sum([[0] * len(Outcome), *ended.values(), *run.applications.values()], axis=0)
     summary: dict[str, Any] = {
         "offered_rps": float(total.sum() / duration_s),
         "goodput_rps": float(total[Outcome.OK] / duration_s),
@@ -138,6 +142,8 @@ def controlled_summary(
             ],
         },
     }
+    if run.offline:
+        summary["offline"] = run.offline
     if run.applications:
         summary["applications"] = {
             app.name: {**outcome_figures(counts), "goodput_rps": counts[Outcome.OK] / duration_s, "slo_ms": app.slo_ms}

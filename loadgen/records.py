@@ -5,7 +5,7 @@ Built from live clients and from simulations alike, so that one verdict and one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -83,6 +83,14 @@ class Records:
     def where(self, mask: NDArray[np.bool_]) -> Records:
         """Return the rows of a mask."""
         return Records(**{name: getattr(self, name)[mask] for name in self.columns()})
+
+    def without_models(self, places: Sequence[int]) -> Records:
+        """Return the rows of all but some models, numbered as if these were not there."""
+        if not places:
+            return self
+        others = self.where(~np.isin(self.model, places))
+        others.model = (others.model - np.searchsorted(sorted(places), others.model)).astype(np.int32)
+        return others
 
     @property
     def latency_ms(self) -> NDArray[np.float64]:

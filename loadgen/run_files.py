@@ -93,7 +93,8 @@ def write_run_files(
     }
     if schedule is not None:
         contents["schedule.npz"] = schedule.save
-    sizes = schedule.size_names if schedule is not None else {}
+    of_all = schedule.size_names if schedule is not None else {}
+    sizes = {name: labels for name, labels in of_all.items() if name in names}  # offline models have no rows
     stages = {name: tuple(row["stages"]) for name, row in (document.get("applications") or {}).items()}
     contents["requests.parquet"] = lambda path: _write_parquet(path, records, names, run, sizes, stages)
     write_files(folder, contents)

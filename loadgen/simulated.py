@@ -121,27 +121,6 @@ class Simulation:
             check_offline(self.scheduler_name, [*offline])
         return replace(self, offline=offline)
 
-    def _backlog(self, arriving: Schedule) -> OfflineBacklog | None:
-        """Return the offline requests of a run, of which some come as scheduled."""
-        generator = np.random.default_rng([self.seed, len(self.models)])
-
-        def lengths(model: int) -> tuple[int, int]:
-            generates = self.models[model].generates
-            both = () if generates is None else (generates.prompt_tokens, generates.output_tokens)
-            prompt, output = [1 if one is None else int(one.draw(1, generator)[0]) for one in both]
-            return prompt, output
-
-        place = {model.name: index for index, model in enumerate(self.system.reported)}
-        left = {place[name]: count for name, count in self.offline.items()}
-        models = [place[name] for name in arriving.names[: len(arriving.names) - len(arriving.applications)]]
-        arrivals = [
-            (at_ms, models[index])
-            for at_ms, index in zip(arriving.times_ms.tolist(), arriving.model_index.tolist(), strict=True)
-        ]
-        offline = [spec.name for spec in self.models if spec.offline]
-        check_offline(self.scheduler_name, offline)
-        return OfflineBacklog(left, lengths, arrivals) if left or offline else None
-
     def always_late(self) -> list[Problem]:
         """Return a problem for every hosted model of which no request can be in time."""
         return self.system.unserveable()
@@ -172,8 +151,7 @@ class Simulation:
         """Return what clients send, and apart from it what they send to offline models."""
         targets = client_targets(self.models, self.applications)
         schedule = make_client_schedule(targets, self.applications, self.duration_s, self.seed, rate_scale)
-        is_offline = np.array([spec.offline for spec in targets], dtype=np.bool_)[schedule.model_index]
-        return schedule.part(np.flatnonzero(~is_offline)), schedule.part(np.flatnonzero(is_offline))
+        return offline_apart(schedule, self.models)
 
     def _simulate(
         self, load: ApplicationLoad, joins: Joins, arriving: Schedule, stop: Stop = never
@@ -193,7 +171,7 @@ class Simulation:
             ],
             tokens=load.tokens,
             sizes=load.sizes,
-            offline=self._backlog(arriving),
+            offline=make_backlog(self.models, arriving, self.seed, self.scheduler_name, self.offline),
             slos={index: spec.slo for index, spec in enumerate(self.models) if spec.slo is not None},
         )
 
@@ -248,9 +226,16 @@ class SimulatedRun:
     load: ApplicationLoad
     joins: Joins
 
+    @property
+    def _offline(self) -> list[str]:
+        """The models that are asked nothing but offline requests, which are in no figure but those of `offline`."""
+        return [self.result.system.reported[model].name for model in self.result.offline_models]
+
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate --json`, with those of applications if there were any."""
-        summary = self._without_offline(self.result.summary())
+        summary = self.result.summary()
+        for name in self._offline:
+            summary["models"].pop(name, None)
         if self.load.applications:
             figures = self._summarise(self.records())
             del figures["gpulets"]  # the simulator saw the batches
@@ -258,29 +243,26 @@ class SimulatedRun:
         return summary
 
     def records(self) -> Records:
-        """Return one row for each request of clients; one to an application has no batch of its own."""
+        """Return one row for each request of clients but to offline models, which have no number; one to an application
+        has no batch of its own."""
         records = simulated_records(self.result, self.load)
-        return _records_of_clients(records, self.schedule, self.load, self.joins) if self.load.applications else records
-
-    def _without_offline(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the rows of offline models, whose requests are in no figure but those of `offline`."""
-        for model in self.result.offline_models:
-            summary["models"].pop(self.result.system.reported[model].name, None)
-        return summary
+        if self.load.applications:
+            records = _records_of_clients(records, self.schedule, self.load, self.joins)
+        names = self.schedule.names
+        return records.without_models([place for place, name in enumerate(names) if name in self._offline])
 
     def _summarise(self, records: Records) -> dict[str, Any]:
         result = self.result
         names = [model.name for model in result.system.reported]
         generating = [names[result.system.reported_of[gpulet.model]] for gpulet in result.system.generating]
-        figures = summarise(
+        return summarise(
             records,
-            self.schedule.names,
+            [name for name in self.schedule.names if name not in self._offline],
             warmup_ms=1000.0 * result.warmup_s,
             duration_ms=1000.0 * result.duration_s,
             applications=self.load.applications,
             generating=generating,
         )
-        return self._without_offline(figures)
 
     def describe(
         self, plan: Plan | None, *, options: Mapping[str, Any], command: Sequence[str]
@@ -324,6 +306,41 @@ class SimulatedRun:
             "plan": None if plan is None else plan.to_data(),
         }
         return document, records
+
+
+def offline_apart(schedule: Schedule, models: Sequence[ModelSpec]) -> tuple[Schedule, Schedule]:
+    """Return the part of a schedule that goes to other models than offline ones, and that which goes to these."""
+    offline = [schedule.names.index(spec.name) for spec in models if spec.offline and spec.name in schedule.names]
+    is_offline = np.isin(schedule.model_index, offline)
+    return schedule.part(np.flatnonzero(~is_offline)), schedule.part(np.flatnonzero(is_offline))
+
+
+def make_backlog(
+    models: Sequence[ModelSpec], arriving: Schedule, seed: int, scheduler: str, more: Mapping[str, float]
+) -> OfflineBacklog | None:
+    """Return the offline requests of a run, by the place of their model: those that come as scheduled, and so many
+    `more` that are there from the beginning; None where no model is offline and there are no more.
+
+    Raises:
+        InvalidInputError: a model is offline, and the scheduler runs no offline work.
+    """
+    generator = np.random.default_rng([seed, len(models)])
+
+    def lengths(model: int) -> tuple[int, int]:
+        generates = models[model].generates
+        both = () if generates is None else (generates.prompt_tokens, generates.output_tokens)
+        prompt, output = [1 if one is None else int(one.draw(1, generator)[0]) for one in both]
+        return prompt, output
+
+    place = {spec.name: index for index, spec in enumerate(models)}
+    arrivals = [
+        (at_ms, place[arriving.names[index]])
+        for at_ms, index in zip(arriving.times_ms.tolist(), arriving.model_index.tolist(), strict=True)
+    ]
+    offline = [spec.name for spec in models if spec.offline]
+    check_offline(scheduler, offline)
+    left = {place[name]: count for name, count in more.items()}
+    return OfflineBacklog(left, lengths, arrivals) if left or offline else None
 
 
 def simulated_records(result: SimulationResult, load: ApplicationLoad | None = None) -> Records:

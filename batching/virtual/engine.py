@@ -130,6 +130,8 @@ class Engine:
             InvalidInputError: a model has size classes, and the requests have no sizes.
         """
         classes_of = scheduler.system.classes_of
+        if self._offline is not None and self.scheduler is not None:
+            self._offline.take_back(self.scheduler)
         self.scheduler, self.index = scheduler, index
         self._index = np.array([-1 if place < 0 else classes_of[place][0] for place in index], dtype=np.int64)
         self._places = None

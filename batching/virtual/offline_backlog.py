@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import INF, System
@@ -76,6 +77,12 @@ class OfflineBacklog:
                     self.left[model] -= 1
                     scheduler.add_offline(now_ms, place, next(self._numbers), INF)
 
+    def take_back(self, scheduler: Scheduler) -> None:
+        """Take the requests back that wait at a scheduler, which decides nothing more."""
+        for place in self._most:
+            if self._models[place] in self.left:
+                self.left[self._models[place]] += scheduler.queued_offline(self._program[place])
+
     def give_back(self, program: int, count: int) -> None:
         """Take requests back whose gpu-let was lost."""
         for place, model in self._models.items():
@@ -89,6 +96,22 @@ class OfflineBacklog:
             return None
         self.left[model] -= 1
         return (next(self._numbers), *self._lengths(model))
+
+
+def offline_figures(
+    answered: Mapping[str, int], left: Mapping[str, float], tokens: int, part: float | None, others: float | None
+) -> dict[str, Any]:
+    """Return what offline requests had, by model: how many were answered, and how many waited or ran at the end (None:
+    they had no end); the tokens that were read and made for them, and their part of the GPU time, and of what others
+    left idle of it. `part` and `others` are the parts that they and all others had; None: unknown."""
+    idle = None if others is None else 1.0 - others
+    return {
+        "requests": {name: answered.get(name, 0) for name in left},
+        "waiting": {name: None if count == INF else int(count) for name, count in left.items()},
+        "tokens": tokens,
+        "part_of_gpu_time": part,
+        "part_of_idle": part / idle if part is not None and idle is not None and idle > 0.0 else None,
+    }
 
 
 def online_of(requests: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler_status import SchedulerStatus
-from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, System
+from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
+from tenuto.batching.virtual.offline_backlog import offline_figures
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.batching.virtual.writing import Writing
 from tenuto.outcome import OUTCOMES, WARM_UP, Outcome
@@ -222,9 +223,7 @@ class SimulationResult:
         return [model for model in self.offline_came if not (self.model == model).any()]
 
     def _offline_figures(self) -> dict[str, Any]:
-        """Return what offline requests had: how many of each model were answered in the measured window, and how many
-        waited or ran at its end (None: they had no end), the tokens that were made for them, and their part of the GPU
-        time, and of what others left idle of it."""
+        """Return what offline requests had in the measured window; see `offline_figures`."""
         log, reported, replicas = self.batches, self.system.reported_of, self._writers()
         ended = [
             (reported[self.system.programs[program].members[0]], count, finish_ms)
@@ -241,16 +240,15 @@ class SimulationResult:
                 left[model] -= count
                 answered[model] += count * (finish_ms >= self.warmup_s * 1000.0)
         names = {model: self.system.reported[model].name for model in self.offline_came}
-        window_ms = self.window_s * 1000.0
-        both, others = (sum(self.gpu_busy_ms(with_offline=each).values()) for each in (True, False))
-        idle_ms = len(self.gpu_busy_ms()) * window_ms - others
-        return {
-            "requests": {name: answered[model] for model, name in names.items()},
-            "waiting": {name: None if left[model] == INF else int(left[model]) for model, name in names.items()},
-            "tokens": sum(replica.offline_tokens for _, replica in replicas),
-            "part_of_gpu_time": (both - others) / max(1.0, len(self.gpu_busy_ms()) * window_ms),
-            "part_of_idle": (both - others) / idle_ms if idle_ms > 0.0 else None,
-        }
+        whole_ms = max(1.0, len(self.gpu_busy_ms()) * self.window_s * 1000.0)
+        both, others = (sum(self.gpu_busy_ms(with_offline=each).values()) / whole_ms for each in (True, False))
+        return offline_figures(
+            {name: answered[model] for model, name in names.items()},
+            {name: left[model] for model, name in names.items()},
+            sum(replica.offline_tokens for _, replica in replicas),
+            both - others,
+            others,
+        )
 
     def gpu_busy_ms(self, *, with_offline: bool = True) -> dict[str, float]:
         """Return the time each GPU ran at least one of its gpu-lets within the measured window."""

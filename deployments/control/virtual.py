@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.virtual.engine import Follows
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.running import Life, Look, RunningSystem
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.deployments.control.controller import Controller
@@ -39,7 +41,8 @@ _NOTICE_S = 0.5  # default: until a lost GPU is known; live, the next look knows
 @dataclass(frozen=True)
 class ControlledLoad:
     """The requests of a run in order of arrival, each with its model's position in `names`. `deadlines_ms` and
-    `follows` belong to applications (`tenuto.batching.virtual.engine`)."""
+    `follows` belong to applications (`tenuto.batching.virtual.engine`). `offline`: what waits beside them, until they
+    end."""
 
     names: tuple[str, ...]
     times_ms: NDArray[np.float64]
@@ -49,6 +52,7 @@ class ControlledLoad:
     follows: Follows | None = None
     tokens: RequestTokens | None = None
     sizes: NDArray[np.int64] | None = None
+    offline: OfflineBacklog | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Window:
 class ControlledRun:
     """The results of a run: figures by window, the log, and every applied plan with its time and reason.
 
-    `applications` counts the requests of applications by outcome, end to end, when the caller counts them.
+    `applications` counts the requests of applications by outcome, end to end, when the caller counts them. `offline`
+    has the figures of offline requests, if there were some.
     """
 
     names: tuple[str, ...]
@@ -85,6 +90,7 @@ class ControlledRun:
     entries: list[LogLine] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
     applications: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    offline: Mapping[str, Any] = field(default_factory=dict)
 
     def ended(self) -> NDArray[np.int64]:
         """Return requests by model and outcome over the whole run."""
@@ -168,6 +174,7 @@ class ControlledCluster:
             seed=seed,
             tokens=load.tokens,
             sizes=load.sizes,
+            offline=load.offline,
         )
         self._system.apply(plan)
         self._system.advance(0.0)
@@ -216,6 +223,7 @@ class ControlledCluster:
                 looks = []
                 ends_s += window_s
                 progress(now_s, self._result)
+        self._result.offline = self._system.end_offline(self._result.gpu_s)
         self._system.advance(1000.0 * duration_s + 60_000.0)  # limit: for requests that are under way at the end
         self._close(duration_s + 60.0, [self._system.observe()], is_rest=True)
         return self._result

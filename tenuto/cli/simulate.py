@@ -12,7 +12,7 @@ import click
 
 from tenuto.batching.core.scheduler_status import describe_schedulers
 from tenuto.cli.common import command_line, notice, printed_as_json, say, tell
-from tenuto.cli.tables import percent, print_run, print_table
+from tenuto.cli.tables import offline_in_words, percent, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
@@ -72,8 +72,6 @@ def command(
     if not printed_as_json(summary):
         print_run(summary)
         say(_in_words(summary, arguments.scheduler_name))
-        if "offline" in summary:
-            say(_offline_in_words(summary["offline"]))
         for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
             say(f"scheduler: {line}")
     if out is not None:
@@ -91,18 +89,6 @@ def _backlog(given: Sequence[str]) -> dict[str, float]:
             raise refused("--offline", text, "N is no number of requests", "Give MODEL or MODEL=1000.")
         backlog[name] = float(count) if sign else math.inf
     return backlog
-
-
-def _offline_in_words(figures: Mapping[str, Any]) -> str:
-    done = [
-        f"{count:,} of {name} answered" + (f" and {left:,} waiting" if (left := figures["waiting"][name]) else "")
-        for name, count in figures["requests"].items()
-    ]
-    done += [f"{figures['tokens']:,} tokens"] if figures["tokens"] else []
-    return (
-        f"offline: {', '.join(done)}; {percent(figures['part_of_gpu_time'])} of the GPU time, and "
-        f"{percent(figures['part_of_idle'])} of what others left idle"
-    )
 
 
 def _code(summary: Mapping[str, Any]) -> int:
@@ -136,6 +122,8 @@ def _run_controlled(arguments: VirtualArguments, control_file: str, rate_scale: 
                     for name, row in summary[f"{what}s"].items()
                 ),
             )
+    if "offline" in summary:
+        say(offline_in_words(summary["offline"]))
     for entry in summary["control"]["log"]:
         say(f"{entry['at_s']:10.1f} s  {entry['kind']}: {entry['text']}")
     control = summary["control"]

@@ -9,7 +9,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from tenuto.cli.common import stdout_console
+from tenuto.cli.common import say, stdout_console
 from tenuto.outcome import OUTCOMES
 
 
@@ -21,6 +21,19 @@ def number(value: float | None, digits: int = 1) -> str:
 def percent(value: float | None) -> str:
     """Show a part of 1 as percent, or a dash for None."""
     return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def offline_in_words(figures: Mapping[str, Any]) -> str:
+    """Return a line of the figures of offline requests."""
+    done = [
+        f"{count:,} of {name} answered" + (f" and {left:,} waiting" if (left := figures["waiting"][name]) else "")
+        for name, count in figures["requests"].items()
+    ]
+    done += [f"{figures['tokens']:,} tokens"] if figures["tokens"] else []
+    return (
+        f"offline: {', '.join(done)}; {percent(figures['part_of_gpu_time'])} of the GPU time, and "
+        f"{percent(figures['part_of_idle'])} of what others left idle"
+    )
 
 
 def print_table(
@@ -111,3 +124,5 @@ def print_run(summary: Mapping[str, Any]) -> None:
             for name, row in summary["gpulets"].items()
         ),
     )
+    if "offline" in summary:
+        say(offline_in_words(summary["offline"]))

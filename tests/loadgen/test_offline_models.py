@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tenuto.batching.virtual.criterion import Goal
+from tenuto.deployments.control.settings import ControlSettings
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.bench import BenchOptions, run_bench
+from tenuto.loadgen.controlled import ControlledSimulation, controlled_summary
+from tenuto.loadgen.run import load_run
+from tenuto.loadgen.run_files import write_run_files
 from tenuto.loadgen.simulated import Simulation
-from tenuto.placement import Cluster, Workload
+from tenuto.placement import Cluster, ModelSpec, Workload, solve
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
+from tests.instruments.fake_server import Answer, fake_server, signature
+from tests.instruments.live import PATIENCE_S
 
 LINE = {"alpha_ms": 1.0, "beta_ms": 5.0}
 ONLINE = {"name": "day", "rate_rps": 50.0, "slo_ms": 100.0, "latency": LINE}
@@ -22,8 +31,11 @@ def simulation(models: list[dict[str, Any]], **how: Any) -> Simulation:
     return Simulation.of_workload(workload, Cluster.parse("v100:1"), Profiles([]), duration_s=20.0, **how)
 
 
-def test_an_offline_model_is_counted_by_its_answers_and_gpu_time_alone() -> None:
-    alone, both = simulation([ONLINE]).run(), simulation([ONLINE, OFFLINE]).run()
+@pytest.mark.parametrize("models", [[ONLINE, OFFLINE], [OFFLINE, ONLINE]])
+def test_an_offline_model_is_counted_by_its_answers_and_gpu_time_alone(
+    models: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    alone, both = simulation([ONLINE]).run(), simulation(models).run()
     summary, figures = both.summary(), both.summary()["offline"]
     assert [*summary["models"]] == ["day"]
     assert summary["requests"] == alone.summary()["requests"]
@@ -33,6 +45,47 @@ def test_an_offline_model_is_counted_by_its_answers_and_gpu_time_alone() -> None
     document, records = both.describe(None, options={}, command=["tenuto"])
     assert (document["offline"], [*document["models"]], [*document["slos_ms"]]) == (figures, ["day"], ["day"])
     assert len(records) == len(alone.records())
+    write_run_files(tmp_path, document, records, both.schedule)
+    assert load_run(tmp_path).by_name()["day"].request.size == summary["requests"]
+
+
+def test_a_controller_changes_the_plan_and_no_offline_request_is_lost_by_it() -> None:
+    rising = {"process": "steps", "options": {"factors": [1.0, 4.0]}}
+    models = [OFFLINE, {**ONLINE, "rate_rps": 60.0, "arrival": rising}]
+    workload = Workload.model_validate({"models": models})
+    plan = solve(Symphony(), workload, Cluster.parse("v100:1"), Profiles([]))
+    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "ffd"}, "change": {"start_s": 3.0}})
+    how: dict[str, Any] = {"duration_s": 80.0, "seed": 3}
+    run = ControlledSimulation(workload, plan, Cluster.parse("v100:3").gpus, Profiles([]), settings, **how).run()
+    summary = controlled_summary(run, 80.0, 0.0)
+    figures = summary["offline"]
+    assert len(run.plans) > 1
+    assert [*summary["models"]] == ["day"]
+    assert summary["models"]["day"]["offered"] == summary["requests"]
+    assert figures["waiting"]["night"] <= 5
+    assert 3000 < figures["requests"]["night"] < 3400
+    assert 0.05 < figures["part_of_gpu_time"] < figures["part_of_idle"] < 1.0
+
+
+def test_a_bench_counts_the_answers_of_an_offline_model_and_judges_it_by_no_slo() -> None:
+    specs = [ModelSpec.model_validate({**each, "rate_rps": 150.0}) for each in (OFFLINE, ONLINE)]
+    models = {"day": signature(2, 3), "night": signature(2, 3)}
+
+    def answer(_number: int, path: str, *_: Any) -> Answer:
+        return Answer(delay_s=1.0) if "night" in path else Answer()
+
+    with fake_server(models, answer=answer) as server:
+        options = BenchOptions(server.url, duration_s=1.5, clients=0, grace_s=PATIENCE_S, warmup_s=0.0)
+        result = run_bench(specs, options)
+    assert [*result.summary["models"]] == ["day"]
+    assert set(result.records.model) == {0}
+    assert result.summary["requests"] == len(result.records) == (result.schedule.model_index == 1).sum()
+    figures = result.summary["offline"]
+    sent = int((result.schedule.model_index == 0).sum())
+    assert 0 < figures["requests"]["night"] < sent
+    assert figures["requests"]["night"] + figures["waiting"]["night"] == sent
+    assert figures["part_of_gpu_time"] is None  # the endpoint does not say
+    assert "night" not in str(result.verdict.reasons)
 
 
 def test_more_offline_requests_than_can_run_wait_and_fail_no_trial() -> None:
