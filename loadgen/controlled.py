@@ -25,10 +25,10 @@ from tenuto.loadgen.schedule import make_client_schedule, make_load
 from tenuto.loadgen.simulated import beside, make_backlog, offline_apart
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policy import load_policy
-from tenuto.placement.workload import client_targets
+from tenuto.placement.workload import client_targets, staged_models
 from tenuto.profiles import Profiles
 
 
@@ -112,9 +112,7 @@ def controlled_summary(
         since: when the run began on the performance counter, for `wall_s`.
         applications: the applications of the workload.
     """
-    apart = {app.model_name(stage) for app in applications for stage in app.stages} | run.offline.get(
-        "requests", {}
-    ).keys()
+    apart = staged_models(applications) | run.offline.get("requests", {}).keys()
     ended = {name: row for name, row in zip(run.names, run.ended().tolist(), strict=True) if name not in apart}
     total = np.sum([[0] * len(Outcome), *ended.values(), *run.applications.values()], axis=0)
     summary: dict[str, Any] = {
@@ -147,6 +145,6 @@ def controlled_summary(
     if run.applications:
         summary["applications"] = {
             app.name: {**outcome_figures(counts), "goodput_rps": counts[Outcome.OK] / duration_s, "slo_ms": app.slo_ms}
-            for app, counts in ((app, run.applications[app.name]) for app in applications)
+            for app, counts in ((app, run.applications[app.name]) for app in online(applications))
         }
     return summary

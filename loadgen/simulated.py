@@ -18,7 +18,7 @@ from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import check_offline, make_scheduler
 from tenuto.batching.virtual.application_load import ApplicationLoad, Joins
 from tenuto.batching.virtual.criterion import Goal, HostedModels, JudgedRequests, Stop, Trial, never, try_load
-from tenuto.batching.virtual.offline_backlog import OfflineBacklog
+from tenuto.batching.virtual.offline_backlog import OfflineApplication, OfflineBacklog
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import SCHEMA
@@ -29,9 +29,9 @@ from tenuto.loadgen.schedule import Schedule, make_client_schedule, make_load
 from tenuto.loadgen.verdict import add_size_classes, judge, summarise
 from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.placement.deadline_split import split_deadlines
-from tenuto.placement.workload import client_targets
+from tenuto.placement.workload import client_targets, offline_names
 from tenuto.profiles import Profiles
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
@@ -184,7 +184,7 @@ class _WithApplications:
     def __init__(self, load: ApplicationLoad, system: System, joins: Joins, begin_ms: float) -> None:
         self._load, self._joins, self._begin_ms = load, joins, begin_ms
         place = {model.name: index for index, model in enumerate(system.reported)}
-        stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
+        stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in online(load.applications)}
         hosted = system.reported_served
         self._complete = [name for name, parts in stages.items() if parts <= hosted]
         is_alone = load.owner < 0
@@ -228,8 +228,8 @@ class SimulatedRun:
 
     @property
     def _offline(self) -> list[str]:
-        """The models that are asked nothing but offline requests, which are in no figure but those of `offline`."""
-        return [self.result.system.reported[model].name for model in self.result.offline_models]
+        """What is asked nothing but offline requests, which are in no figure but those of `offline`."""
+        return self.result.offline_alone
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of `simulate --json`, with those of applications if there were any."""
@@ -309,9 +309,10 @@ class SimulatedRun:
 
 
 def offline_apart(schedule: Schedule, models: Sequence[ModelSpec]) -> tuple[Schedule, Schedule]:
-    """Return the part of a schedule that goes to other models than offline ones, and that which goes to these."""
-    offline = [schedule.names.index(spec.name) for spec in models if spec.offline and spec.name in schedule.names]
-    is_offline = np.isin(schedule.model_index, offline)
+    """Return the part of a schedule that goes to models and applications that are not offline, and the rest."""
+    offline = offline_names(models, schedule.applications)
+    places = [place for place, name in enumerate(schedule.names) if name in offline]
+    is_offline = np.isin(schedule.model_index, places)
     return schedule.part(np.flatnonzero(~is_offline)), schedule.part(np.flatnonzero(is_offline))
 
 
@@ -333,11 +334,13 @@ def make_backlog(
         return prompt, output
 
     place = {spec.name: index for index, spec in enumerate(models)}
+    targets: dict[str, int | OfflineApplication] = {**place}
+    targets |= {each.name: OfflineApplication(each, place, seed) for each in arriving.applications if each.offline}
     arrivals = [
-        (at_ms, place[arriving.names[index]])
+        (at_ms, targets[arriving.names[index]])
         for at_ms, index in zip(arriving.times_ms.tolist(), arriving.model_index.tolist(), strict=True)
     ]
-    offline = [spec.name for spec in models if spec.offline]
+    offline = offline_names(models, arriving.applications)
     check_offline(scheduler, offline)
     left = {place[name]: count for name, count in more.items()}
     return OfflineBacklog(left, lengths, arrivals) if left or offline else None

@@ -20,7 +20,7 @@ from tenuto.loadgen.figures import application_figures, counted, latency_figures
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.profiles.size_classes import find_classes
 
 TARGET_ATTAINMENT = 0.99  # unit: the attainment that PASS asks for unless another is given
@@ -61,7 +61,7 @@ def summarise(
     ok = int((measured.outcome == Outcome.OK).sum())
     by_name = {name: measured.where(measured.model == index) for index, name in enumerate(names)}
     rows: dict[str, dict[str, Any]] = {}
-    for application in applications:
+    for application in online(applications):
         mine = by_name.pop(application.name)
         rows[application.name] = application_figures(mine, application, length_s)
         if application.streams:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, repeated
@@ -24,6 +26,8 @@ from tenuto.profiles.networks.catalogue import is_factory
 _NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
 _LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
+OFFLINE_MS = 86_400_000.0  # default: a day, for which an offline request may wait
+OFFLINE_RPS = 1e-3  # default: so little that an offline model gets a place, and next to no share
 MOST_STAGES = 100  # limit: of an application; the largest graph of the papers has nine
 MOST_REQUESTS = 1000  # limit: requests that one stage makes for one request of the application
 _MOST_TIMES = 16  # derived: of the mean; more than 16 times it come in less than 1e-16 of Poisson counts of mean 5
@@ -78,6 +82,13 @@ class Stage(StrictModel):
             return int(self.count)
         return self.most or min(MOST_REQUESTS, math.ceil(_MOST_TIMES * self.count))
 
+    def draw_counts(self, size: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return how many requests the stage makes for each of so many requests of the application. Functions make
+        Poisson numbers of requests, unless they make `count` at most."""
+        if self.most_requests > self.count:
+            return np.minimum(generator.poisson(self.count, size), self.most_requests)
+        return np.full(size, int(self.count), dtype=np.int64)
+
     @property
     def own_keys(self) -> list[str]:
         """The keys given that say what a model is, which a shared model says itself."""
@@ -117,6 +128,9 @@ class Application(StrictModel):
 
     One that `streams` has a last stage that generates. Its answer is due by its first token, in `slo_ms`; further
     tokens have the time that the stage's model allows them.
+
+    One that is `offline` has no SLO: each of its stages waits for time that no other request loses. Nothing is planned
+    for what it asks of models of the workload.
     """
 
     name: _NAME
@@ -126,6 +140,13 @@ class Application(StrictModel):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=MOST_STAGES)]
     outputs: str | dict[str, str] | None = None  # package.module:function, or by name
     streams: bool = False
+    offline: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _offline_may_say_less(cls, data: Any) -> Any:
+        is_offline = isinstance(data, dict) and data.get("offline") is True
+        return {"rate_rps": OFFLINE_RPS, "slo_ms": OFFLINE_MS, **data} if is_offline else data
 
     @field_validator("outputs", mode="before")
     @classmethod
@@ -173,6 +194,8 @@ class Application(StrictModel):
         if self.streams and (self.streamed is None or isinstance(self.outputs, str)):
             rule = "`streams`, and does not end in one text: it has a function as `outputs`, or not one last request"
             raise Fault(rule, "End it in one stage that generates, with `most: 1` beside its `map`.")
+        if self.offline and any(stage.part is not None for stage in self.stages):
+            raise Fault("is `offline`, and a stage has a `part` of its SLO", "Remove `part`, or `offline`.")
         return self
 
     def _reference_problems(self) -> Iterator[Problem]:
@@ -261,6 +284,11 @@ class Application(StrictModel):
             for label in stage.after:
                 behind[label] = max(behind[label], weights[label] + behind[stage.label])
         return before, behind
+
+
+def online(applications: Iterable[Application]) -> tuple[Application, ...]:
+    """Return those that are not offline, which plans are made for and judged by."""
+    return tuple(application for application in applications if not application.offline)
 
 
 def in_order(stages: Sequence[Stage]) -> list[Stage]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import MOST_BATCH, ModelOnGpu, costs_of
 from tenuto.placement.solver import Rows, integer_program
@@ -130,8 +130,9 @@ def least_budgets(
 
 
 def is_split(application: Application) -> bool:
-    """Whether the file or an earlier plan says how the deadline of an application is split."""
-    return any(stage.part is not None or stage.budget_ms is not None for stage in application.stages)
+    """Whether nothing is left to split: the file or an earlier plan says how, or the application is offline."""
+    is_given = any(stage.part is not None or stage.budget_ms is not None for stage in application.stages)
+    return is_given or application.offline
 
 
 class _Split:
@@ -140,7 +141,7 @@ class _Split:
     def __init__(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
         self._specs, self._costs = {m.name: m for m in workload.models}, costs_of(workload, cluster, profiles)
         self._cluster = cluster
-        known = [a for a in workload.applications if all(self._costs.get(a.model_name(s)) for s in a.stages)]
+        known = [a for a in online(workload.applications) if all(self._costs.get(a.model_name(s)) for s in a.stages)]
         self.free = [application for application in known if not is_split(application)]
         self.names = [*dict.fromkeys(application.model_name(s) for application in known for s in application.stages)]
         slos = ((spec, spec.slo) for spec in workload.models)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import TenutoError, first_line
+from tenuto.placement.application import online
 from tenuto.placement.cluster import Cluster, Gpu, whole_of
 from tenuto.placement.costs import costs_of
 from tenuto.placement.deadline_split import savings
@@ -317,7 +318,7 @@ class _Trying:
         return {name: part / total if total > 0.0 else 1.0 / len(work) for name, part in work.items()}
 
     def stages(self) -> tuple[StageExplained, ...]:
-        """Return the stages of all applications."""
+        """Return the stages of all applications that are not offline."""
         gpus = dict.fromkeys((spec.name for spec in self._plan.models), 0.0)
         part_of = {gpu.id: gpu.part for gpu in self._plan.gpus}
         for place, gpulet in enumerate(self._plan.gpulets):
@@ -328,7 +329,7 @@ class _Trying:
                 gpus[name] += busy * held
         saves = savings(self._plan.workload, self._cluster.cut_as(self._plan.gpus), self._profiles)
         explained = []
-        for app in self._plan.applications:
+        for app in online(self._plan.applications):
             for stage in app.stages:
                 spec = self._plan.model(app.model_name(stage))
                 part = app.rate_rps * stage.count / spec.rate_rps

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_serializer, 
 
 from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import Problem, one_of, refused
-from tenuto.placement.application import Application
+from tenuto.placement.application import OFFLINE_MS, OFFLINE_RPS, Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.arrival_processes import PROCESSES
 from tenuto.placement.generates import Generates, Lengths, TokenSlo
@@ -36,8 +36,6 @@ Objective = Literal["total", "each", "weighted"]
 MpsUse = Literal["off", "auto", "required"]
 
 
-_OFFLINE_MS = 86_400_000.0  # default: a day, for which an offline request may wait
-_OFFLINE_RPS = 1e-3  # default: so little that an offline model gets a place, and next to no share
 MOST_MODELS = 10_000  # limit: models of a workload; no policy plans as many within a day
 _DRAWN = 4000  # limit: requests that are drawn; a class with fewer than one in as many seldom runs
 # Derived: three standard deviations of a thousand Poisson requests, so that a model does not exceed its rate by chance.
@@ -152,9 +150,9 @@ class ModelSpec(StrictModel):
     def _answer_time(cls, data: Any) -> Any:
         """Derive `slo_ms` from `slo`, and what is not said of an offline model."""
         if isinstance(data, dict) and data.get("offline") is True:
-            data = {"rate_rps": _OFFLINE_RPS, **data}
+            data = {"rate_rps": OFFLINE_RPS, **data}
             if "slo" not in data:
-                most_ms = data.pop("slo_ms", _OFFLINE_MS)
+                most_ms = data.pop("slo_ms", OFFLINE_MS)
                 both = {"ttft_ms": most_ms, "tpot_ms": most_ms}
                 data |= {"slo_ms": most_ms} if data.get("generates") is None else {"slo": both}
         if not isinstance(data, dict) or not isinstance(data.get("slo"), dict | TokenSlo):
@@ -323,6 +321,9 @@ class Workload(StrictModel):
                 elif stage.shared and spec.is_tried:
                     cure = "Ask the version that takes the rest."
                     yield Problem(f"{path}.model", stage.model, "is a version on trial, which may be taken back", cure)
+                elif spec.offline and not application.offline:
+                    cure = f"Write `offline: true` at '{application.name}', or remove it at the model."
+                    yield Problem(f"{path}.model", stage.model, "is offline, and the application is not", cure)
                 elif stage == application.streamed and spec.generates is None:
                     cure = "Remove `streams`, or end in a stage that generates."
                     yield Problem(
@@ -437,9 +438,9 @@ def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict
                 application.rate_rps * stage.count,
                 application.budget_ms(stage),
             )
-            if stage.shared:
+            if stage.shared and not application.offline:
                 asking.setdefault(name, []).append((rate_rps, budget_ms))
-            elif name not in names:
+            elif not stage.shared and name not in names:
                 is_inline = stage.latency is not None
                 slo = {"slo_ms": budget_ms} if stage.slo is None else {"slo": stage.slo}
                 added.append(
@@ -450,6 +451,7 @@ def _with_stages(models: Sequence[Any], applications: list[Application]) -> dict
                         **slo,
                         "generates": stage.generates,
                         "arrival": application.arrival,
+                        "offline": application.offline,
                         "profile": None if is_inline else stage.profile or stage.model,
                         **{key: getattr(stage, key) for key in ("latency", "sizes", "weights_path", "options")},
                     }
@@ -501,9 +503,14 @@ def _with_demands(entry: Any, demands: Sequence[tuple[float, float]]) -> Any:
     return raw
 
 
+def staged_models(applications: Iterable[Application]) -> set[str]:
+    """Return the models that stages ask, but for those that offline applications share with others."""
+    return {a.model_name(stage) for a in applications for stage in a.stages if not (a.offline and stage.shared)}
+
+
 def own_demands(models: Iterable[ModelSpec], applications: Iterable[Application]) -> list[ModelSpec]:
     """Return the models that clients ask by themselves, with the rate and the SLO of these requests."""
-    staged = {application.model_name(stage) for application in applications for stage in application.stages}
+    staged = staged_models(applications)
     alone = []
     for spec in models:
         if spec.alone is None:
@@ -511,6 +518,11 @@ def own_demands(models: Iterable[ModelSpec], applications: Iterable[Application]
         elif spec.alone.rate_rps:
             alone.append(spec.model_copy(update={"rate_rps": spec.alone.rate_rps, "slo_ms": spec.own_slo_ms}))
     return alone
+
+
+def offline_names(models: Iterable[ModelSpec], applications: Iterable[Application]) -> list[str]:
+    """Return the models and applications that are offline."""
+    return [spec.name for spec in models if spec.offline] + [app.name for app in applications if app.offline]
 
 
 def client_targets(models: Sequence[ModelSpec], applications: Sequence[Application]) -> list[ModelSpec]:
@@ -521,7 +533,14 @@ def client_targets(models: Sequence[ModelSpec], applications: Sequence[Applicati
     for app in applications:
         first = [by_name[app.model_name(stage)] for stage in app.stages if not stage.after]
         sizes = {name: lengths for spec in first for name, lengths in spec.sizes.items()}
-        spec = ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival, sizes=sizes)
+        spec = ModelSpec(
+            name=app.name,
+            rate_rps=app.rate_rps,
+            slo_ms=app.slo_ms,
+            arrival=app.arrival,
+            sizes=sizes,
+            offline=app.offline,
+        )
         writes = None if app.streamed is None else by_name[app.model_name(app.streamed)].slo
         if writes is not None:
             slo = TokenSlo(ttft_ms=app.slo_ms, tpot_ms=writes.tpot_ms)

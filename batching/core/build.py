@@ -24,7 +24,7 @@ from tenuto.batching.core.system import (
 )
 from tenuto.errors import MissingProfileError, Problem, raise_if_any, refused
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.placement.application import in_order as stages_in_order
 from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
 from tenuto.placement.costs import MOST_BATCH
@@ -266,6 +266,7 @@ def with_stages(system: System, applications: Sequence[Application]) -> System:
 
     Stages behind can use the time for which a request is held. So it is held for at most as long as it takes alone.
     """
+    applications = online(applications)
     alone_ms: dict[str, float] = {}
     cost_ms: dict[str, float] = {}  # GPU time of a request in a batch that takes half of the SLO; of a text as planned
     for hosts in system.distinct_hosts():

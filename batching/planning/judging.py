@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.placement.expectation.outlook import Outlooks
 from tenuto.placement.workload import Objective, client_targets
 
@@ -89,9 +89,9 @@ class Worth:
     def __init__(
         self, models: tuple[ModelSpec, ...], objective: Objective, applications: Sequence[Application] = ()
     ) -> None:
-        names = {spec.name for spec in models}
+        names, applications = {spec.name for spec in models}, online(applications)
         is_complete = all(app.model_name(stage) in names for app in applications for stage in app.stages)
-        self.models, self.applications = models, tuple(applications) if is_complete else ()
+        self.models, self.applications = models, applications if is_complete else ()
         self.targets = tuple(client_targets(models, self.applications)) if self.applications else models
         self._is_fair = objective == "each"
         self._weights = np.array([spec.weight if objective == "weighted" else 1.0 for spec in self.targets])

@@ -20,7 +20,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import WARM_UP, Outcome
 from tenuto.placement import ModelSpec, Plan
-from tenuto.placement.application import Application
+from tenuto.placement.application import Application, online
 from tenuto.placement.workload import Objective, draw_sizes
 
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
@@ -101,7 +101,7 @@ class Trials:
         may_lose = np.maximum(1.0, (1.0 - attainment) * self._offered) + 1e-9
         begin_ms, joins, stopped = 1000.0 * WARM_UP * self._duration_s, None, False
         if worth.applications:
-            load = replace(load, applications=plan.applications)  # as the plan splits their deadlines
+            load = replace(load, applications=online(plan.applications))  # as the plan splits their deadlines
             joins = Joins(load, counted_from_ms=begin_ms)
         hosted = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         place = {spec.name: place for place, spec in enumerate(self._models)}

@@ -326,17 +326,11 @@ def _stage_requests(
     application: Application, entries: NDArray[np.int64], draws: Callable[..., np.random.Generator]
 ) -> Iterator[tuple[Stage, NDArray[np.int64], NDArray[np.bool_]]]:
     """Yield every stage with its requests for the arrivals at these places of the schedule, and which of them wait for
-    others.
-
-    Functions make Poisson numbers of requests, unless they make `count` at most. Those of a stage behind stages without
-    requests do not wait.
+    others. Those of a stage behind stages without requests do not wait.
     """
     is_open: dict[str, NDArray[np.bool_]] = {}  # by stage and arrival: whether stages that wait for it have to wait
     for stage in in_order(application.stages):
-        counts = np.full(len(entries), int(stage.count), dtype=np.int64)
-        if stage.most_requests > stage.count:
-            drawn = draws("counts", application.name, stage.label).poisson(stage.count, len(entries))
-            counts = np.minimum(drawn, stage.most_requests)
+        counts = stage.draw_counts(len(entries), draws("counts", application.name, stage.label))
         waits = (
             np.any([is_open[label] for label in stage.after], axis=0) if stage.after else np.zeros(len(entries), bool)
         )

@@ -22,7 +22,7 @@ from tenuto.batching.core.system import INF, System
 from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.batching.rehearsal.replay import Replay
 from tenuto.batching.virtual.generating_replicas import GeneratingReplicas
-from tenuto.batching.virtual.offline_backlog import OfflineBacklog
+from tenuto.batching.virtual.offline_backlog import FIRST_OFFLINE, OfflineBacklog, online_of
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch, EmulatedGpulets
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.errors import InvalidInputError
@@ -247,8 +247,7 @@ class Engine:
                         self._answer(
                             self.replicas.advance(now, -1 - gpulet), now, self.replicas.steps[-1 - gpulet].first_ms
                         )
-                        if self._offline is not None:
-                            self.replicas.refill(now, self._offline)
+                        self._answer_offline(self.replicas.steps[-1 - gpulet].take_offline_ended(), now)
                 else:
                     batch = running[gpulet]
                     if version[gpulet] != stamp or batch is None:
@@ -263,6 +262,8 @@ class Engine:
                     if batch_ended is not None:
                         batch_ended(now, gpulet, batch)
                     self._answer(batch.ids, now, {})
+                    if batch.offline:
+                        self._answer_offline(batch.offline, now)
             elif wake_at < until:
                 now = max(now, wake_at)
                 scheduler.wake(now)
@@ -298,7 +299,10 @@ class Engine:
 
     def stop_writing(self, now: float, gpulets: Collection[str]) -> None:
         """End replicas that are lost; their sequences begin anew elsewhere, as their tokens are read again there."""
-        for request in self.replicas.stop(now, gpulets):
+        stopped = self.replicas.stop(now, gpulets)
+        if self._offline is not None:
+            self._offline.give_back(request for request in stopped if request >= FIRST_OFFLINE)
+        for request in online_of(stopped):
             self.add(request, now, Outcome.FAILED)
 
     def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
@@ -316,8 +320,8 @@ class Engine:
             gpulets.behind[place].clear()
             gpulets.abort(now, place)
             for batch in batches:
-                if batch is not None and batch.offline and self._offline is not None:
-                    self._offline.give_back(batch.program, batch.offline)
+                if batch is not None and self._offline is not None:
+                    self._offline.give_back(batch.offline)
             for request in chain.from_iterable(batch.ids for batch in batches if batch is not None):
                 if request in self._retried or self.deadlines_ms[request] <= now:
                     self.lose(now, Outcome.FAILED, (request,))
@@ -342,6 +346,13 @@ class Engine:
             heappush(self.gpulets.events, (now + way_ms, _ANSWERED, 0))
         else:
             self._deliver(requests, first_ms, now)
+
+    def _answer_offline(self, requests: Sequence[int], now: float) -> None:
+        """Do what follows on the ends of offline requests."""
+        if self._offline is not None and self.scheduler is not None:
+            self._offline.answer(requests, now)
+            self._offline.refill(self.scheduler, now)
+            self.replicas.refill(now, self._offline)
 
     def _deliver(self, requests: Sequence[int], first_ms: Mapping[int, float], now: float) -> None:
         if self._follows is not None:

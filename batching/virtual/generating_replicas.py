@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappush
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.step_scheduler import TRIES, emptiest
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, GeneratingGpulet
-from tenuto.batching.virtual.offline_backlog import FIRST_OFFLINE, OfflineBacklog
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.virtual_steps import RequestTokens, VirtualSteps
 from tenuto.outcome import Outcome
 from tenuto.placement.generates import TokenSlo
@@ -23,11 +22,10 @@ _FEW = 4  # pace: offline sequences that wait at a replica
 
 @dataclass(slots=True, eq=False)
 class GeneratingReplica:
-    """A replica of a model on a gpu-let, with the SLO that its order of steps keeps, if it keeps one, and the mean
-    length of an answer. `rate_rps` is planned."""
+    """A replica on a gpu-let, with the SLO that its order of steps keeps, if it keeps one, and the mean length of an
+    answer. `rate_rps` is planned."""
 
     gpulet: str
-    model: str
     steps: VirtualSteps
     slo: TokenSlo | None
     output_tokens: float
@@ -94,7 +92,7 @@ class GeneratingReplicas:
                 if order is not None and planned.ttft_ms < INF:
                     slo = TokenSlo(ttft_ms=planned.ttft_ms, tpot_ms=planned.tpot_ms)
                     tokens += (system.models[planned.model].slo_ms - slo.ttft_ms) / slo.tpot_ms
-                self._replicas.append(GeneratingReplica(*key, self.steps[place], slo, tokens, planned.rate_rps))
+                self._replicas.append(GeneratingReplica(key[0], self.steps[place], slo, tokens, planned.rate_rps))
             self._known[key], self._replicas[place].rate_rps = (planned, place), planned.rate_rps
             self.by_model.setdefault(planned.model, []).append(place)
 
@@ -120,16 +118,14 @@ class GeneratingReplicas:
                     if steps.due_ms != due_ms:
                         heappush(self._events, (steps.due_ms, -1 - place, 0))
 
-    def offline_work(self, until_ms: float) -> tuple[Counter[str], int, float, float]:
-        """Return how many offline sequences of each model ended until then, and of all replicas until now: the tokens
-        of offline sequences, and how long steps took, in all and by these sequences, in ms."""
-        ended, tokens, spent_ms = Counter[str](), 0, [0.0, 0.0]
-        for one in self._replicas:
-            ended[one.model] += sum(ended_ms <= until_ms for ended_ms in one.steps.offline_ended_ms)
-            tokens += one.steps.offline_tokens
-            for place, spans in enumerate((one.steps.busy, one.steps.busy_offline)):
+    def offline_work(self) -> tuple[int, float, float]:
+        """Return of all replicas until now: the tokens of offline sequences, and how long steps took, in all and by
+        these sequences, in ms."""
+        tokens, spent_ms = sum(steps.offline_tokens for steps in self.steps), [0.0, 0.0]
+        for steps in self.steps:
+            for place, spans in enumerate((steps.busy, steps.busy_offline)):
                 spent_ms[place] += sum(end - begin for begin, end in spans)
-        return ended, tokens, spent_ms[0], spent_ms[1]
+        return tokens, spent_ms[0], spent_ms[1]
 
     def _try_replica(self, now: float, place: int, request: int, due_ms: float | None, *, is_whole: bool) -> bool:
         replica, steps, tokens = self._replicas[place], self.steps[place], self._tokens
@@ -179,4 +175,4 @@ class GeneratingReplicas:
         """End the replicas on gpu-lets that are lost; returns the requests that begin anew elsewhere, as their tokens
         are read again there."""
         lost = [one.steps for one in self._replicas if one.gpulet in gpulets and one.steps.due_ms < INF]
-        return [request for steps in lost for request in steps.stop(now) if request < FIRST_OFFLINE]
+        return [request for steps in lost for request in steps.stop(now)]

@@ -5,9 +5,8 @@ Latency counts from the scheduled arrival; attainment divides by offered request
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from tenuto.batching.core.scheduler_status import SchedulerStatus
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
-from tenuto.batching.virtual.offline_backlog import offline_figures
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.batching.virtual.writing import Writing
 from tenuto.outcome import OUTCOMES, WARM_UP, Outcome
@@ -87,7 +86,7 @@ class SimulationResult:
     wall_s: float
     scheduler: SchedulerStatus | None  # at the end of the run
     writing: Writing | None = None  # what models that generate did
-    offline_came: Mapping[int, float] = field(default_factory=dict)  # offline requests of each model; inf: endless
+    offline: OfflineBacklog | None = None  # what ran beside these requests
 
     @classmethod
     def build(
@@ -104,7 +103,7 @@ class SimulationResult:
         wall_s: float,
         scheduler: SchedulerStatus | None,
         writing: Writing | None = None,
-        offline_came: Mapping[int, float] | None = None,
+        offline: OfflineBacklog | None = None,
     ) -> SimulationResult:
         """Join the batch log with the arrivals; `lost` has the requests without an answer. A request that never left
         its queue counts as expired."""
@@ -157,7 +156,7 @@ class SimulationResult:
             wall_s=wall_s,
             scheduler=scheduler,
             writing=writing,
-            offline_came=offline_came or {},
+            offline=offline,
         )
 
     def counts(self) -> NDArray[np.int64]:
@@ -218,37 +217,18 @@ class SimulationResult:
         return [(one.gpulet, replica) for one, replica in zip(self.system.generating, replicas, strict=False)]
 
     @property
-    def offline_models(self) -> list[int]:
-        """The models that are asked nothing but offline requests."""
-        return [model for model in self.offline_came if not (self.model == model).any()]
+    def offline_alone(self) -> list[str]:
+        """The models and applications that are asked nothing but offline requests."""
+        targets = [] if self.offline is None else self.offline.came
+        alone = [each for each in targets if isinstance(each, str) or not (self.model == each).any()]
+        return [each if isinstance(each, str) else self.system.reported[each].name for each in alone]
 
-    def _offline_figures(self) -> dict[str, Any]:
-        """Return what offline requests had in the measured window; see `offline_figures`."""
-        log, reported, replicas = self.batches, self.system.reported_of, self._writers()
-        ended = [
-            (reported[self.system.programs[program].members[0]], count, finish_ms)
-            for count, program, finish_ms, was_lost in zip(
-                log.offline, log.program, log.finish_ms, log.preempted, strict=True
-            )
-            if count and not was_lost
-        ]
-        for one, (_, replica) in zip(self.system.generating, replicas, strict=False):
-            ended += [(reported[one.model], 1, finish_ms) for finish_ms in replica.offline_ended_ms]
-        answered, left = Counter[int](), Counter[int](self.offline_came)
-        for model, count, finish_ms in ended:
-            if finish_ms <= self.duration_s * 1000.0:
-                left[model] -= count
-                answered[model] += count * (finish_ms >= self.warmup_s * 1000.0)
-        names = {model: self.system.reported[model].name for model in self.offline_came}
+    def _offline_figures(self, offline: OfflineBacklog) -> dict[str, Any]:
+        """Return what offline requests had in the measured window."""
         whole_ms = max(1.0, len(self.gpu_busy_ms()) * self.window_s * 1000.0)
         both, others = (sum(self.gpu_busy_ms(with_offline=each).values()) / whole_ms for each in (True, False))
-        return offline_figures(
-            {name: answered[model] for model, name in names.items()},
-            {name: left[model] for model, name in names.items()},
-            sum(replica.offline_tokens for _, replica in replicas),
-            both - others,
-            others,
-        )
+        tokens = sum(replica.offline_tokens for _, replica in self._writers())
+        return offline.figures([model.name for model in self.system.reported], tokens, both - others, others)
 
     def gpu_busy_ms(self, *, with_offline: bool = True) -> dict[str, float]:
         """Return the time each GPU ran at least one of its gpu-lets within the measured window."""
@@ -285,7 +265,7 @@ class SimulationResult:
             "warmup_s": self.warmup_s,
             "preempted_batches": sum(self.batches.preempted),
             "schedulers": [self.scheduler.to_data()] if self.scheduler else [],
-            **({"offline": self._offline_figures()} if self.offline_came else {}),
+            **({} if self.offline is None else {"offline": self._offline_figures(self.offline)}),
         }
 
     def _model_figures(self, index: int, counts: NDArray[np.int64]) -> dict[str, Any]:

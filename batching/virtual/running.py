@@ -7,7 +7,6 @@ nothing: its caller changes the plan by `apply`, and learns by `look` what happe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -21,7 +20,7 @@ from tenuto.batching.core.build import NO_DELAY, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.virtual.engine import Engine, Follows
-from tenuto.batching.virtual.offline_backlog import OfflineBacklog, offline_figures
+from tenuto.batching.virtual.offline_backlog import OfflineBacklog
 from tenuto.batching.virtual.result import BatchLog
 from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch
 from tenuto.batching.virtual.virtual_steps import RequestTokens
@@ -135,7 +134,6 @@ class RunningSystem:
             times_ms.copy(), model_index, deadlines_ms.copy(), follows, tokens=tokens, sizes=sizes, offline=offline
         )
         self._offline = offline
-        self._answered = Counter[str]()  # offline requests in batches, by model
         self._spent_ms = [0.0, 0.0]  # in batches: for offline requests, and in all
         self._engine.replicas.is_ready = self._is_ready
         self._tokens = tokens
@@ -149,7 +147,6 @@ class RunningSystem:
         self._generator = np.random.default_rng(seed)
         self._system = System((), ())  # of the present plan
         self._ids: list[str] = []  # ids of the gpu-lets of all plans, by place
-        self._programs: list[Sequence[str]] = []  # the model of each program of their systems, likewise
         self._processes: dict[str, _Process] = {}  # by gpu-let
         self._idle: set[str] = set()  # gpu-lets on standby; their processes hold no share
         self._due: list[tuple[float, str]] = []  # a heap of (time, gpu-let): when its process should be ready
@@ -244,9 +241,6 @@ class RunningSystem:
         self._odd.clear()
         self._stretch()
         self._ids += [gpulet.id for gpulet in plan.gpulets]
-        reported, of = self._system.reported, self._system.reported_of
-        models = [reported[of[program.members[0]]].name for program in self._system.programs]
-        self._programs += [models] * len(plan.gpulets)
         for index in range(len(plan.gpulets)):
             scheduler.gpulet_lost(now, index)
         for gpulet in plan.gpulets:
@@ -365,14 +359,11 @@ class RunningSystem:
         time; empty if there was none."""
         if self._offline is None:
             return {}
-        came = {self._names[model]: count for model, count in self._offline.came.items()}
         self._offline.end()
-        answered, tokens, steps_ms, offline_ms = self._engine.replicas.offline_work(self.now_ms)
-        answered += self._answered
-        left = {name: count - answered[name] for name, count in came.items()}
+        tokens, steps_ms, offline_ms = self._engine.replicas.offline_work()
         whole_ms = max(1.0, 1000.0 * gpu_s)
         part, both = (self._spent_ms[0] + offline_ms) / whole_ms, (self._spent_ms[1] + steps_ms) / whole_ms
-        return offline_figures(answered, left, tokens, part, both - part)
+        return self._offline.figures(self._names, tokens, part, both - part)
 
     def _read_written(self) -> NDArray[np.int64]:
         """Return by model the requests generated to their end since the last look, in time and late, and the tokens of
@@ -411,7 +402,6 @@ class RunningSystem:
             if count and not log.preempted[row]:
                 part = count / (count + len(log.requests[row]))
                 self._spent_ms[0] += part * (log.finish_ms[row] - log.start_ms[row])
-                self._answered[self._programs[log.gpulet[row]][log.program[row]]] += count
         ended_rows = [row for row, preempted in enumerate(log.preempted) if not preempted]
         if ended_rows:
             sizes = [len(log.requests[row]) for row in ended_rows]

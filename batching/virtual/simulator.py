@@ -87,6 +87,8 @@ def simulate(
     index = [model if model in served else -1 for model in range(len(reported))]
     engine.install(scheduler, index, data_ms_by_model)
     is_stopped, lost = False, set[str]()
+    if offline is not None:
+        offline.counted_ms = 1000.0 * warmup_s
     engine.replicas.is_ready = lambda name: name not in lost
     for until_ms, gpulets in (*losses, (INF, ())):
         last = int(np.searchsorted(times_ms[:planned], until_ms, side="right"))
@@ -117,7 +119,7 @@ def simulate(
         wall_s=time.perf_counter() - started,
         scheduler=engine.status(),
         writing=None if tokens is None else Writing.of(engine.replicas.steps, tokens, slos or {}, requests),
-        offline_came={} if offline is None else offline.came,
+        offline=offline,
     )
 
 

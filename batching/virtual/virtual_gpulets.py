@@ -22,7 +22,7 @@ class EmulatedBatch:
         self.program = program
         self.size = len(ids)
         self.ids = online_of(ids) if ids[-1] >= FIRST_OFFLINE else ids
-        self.offline = self.size - len(self.ids)  # how many more are in it
+        self.offline = ids[len(self.ids) :]  # those that are more in it
         self.sent_at = sent_at
         self.ready_at = ready_at
         self.start_at = 0.0
@@ -112,7 +112,7 @@ class EmulatedGpulets:
         batch = self.running[gpulet]
         if batch is None:
             return
-        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, batch.start_at, now, False, batch.offline)
+        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, batch.start_at, now, False, len(batch.offline))
         self._free(now, gpulet)
 
     def abort(self, now: float, gpulet: int) -> None:
@@ -121,9 +121,8 @@ class EmulatedGpulets:
         if batch is None:
             return
         self.version[gpulet] += 1
-        self.log.add(
-            gpulet, batch.program, batch.ids, batch.sent_at, min(batch.start_at, now), now, True, batch.offline
-        )
+        begun = batch.sent_at, min(batch.start_at, now)
+        self.log.add(gpulet, batch.program, batch.ids, *begun, now, True, len(batch.offline))
         self._free(now, gpulet)
 
     def _free(self, now: float, gpulet: int) -> None:

@@ -38,7 +38,7 @@ class VirtualSteps:
     caller emptied it. `busy` has (begin, end) of the times without a pause that are over. `steps` and `worked` count
     the steps, and the sequences in all of them; `preempted` how often a sequence lost its memory. Offline sequences are
     in none of these but `busy` and `steps`: `busy_offline` has the part that they added to steps, `offline_tokens` the
-    tokens that they read and made in them, and `offline_ended_ms` when they ended.
+    tokens that they read and made in them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VirtualSteps:
         self.busy: list[tuple[float, float]] = []
         self.busy_offline: list[tuple[float, float]] = []
         self.offline_tokens = 0
-        self.offline_ended_ms: list[float] = []
+        self._offline_ended: list[int] = []
         self._busy_from = 0.0
         self._ahead = decided_ahead
         self._current: Step | None = None
@@ -167,6 +167,11 @@ class VirtualSteps:
         """Offline sequences that have not begun."""
         return self.scheduler.waiting_offline
 
+    def take_offline_ended(self) -> list[int]:
+        """Return the offline sequences that have ended since the last call."""
+        ended, self._offline_ended = self._offline_ended, []
+        return ended
+
     def _end_of(self, repeats: int) -> float:
         """Return when the current step and so many like it have ended."""
         return self._start_ms + (repeats + 1) * self._takes_ms + 0.5 * repeats * (repeats + 1) * self._more_ms
@@ -214,7 +219,7 @@ class VirtualSteps:
             for sequence in ended:
                 self.last_ms[sequence] = now_ms
             self.ended += ended
-            self.offline_ended_ms += [now_ms] * (len(step.last) - len(ended))
+            self._offline_ended += [sequence for sequence in step.last if sequence >= FIRST_OFFLINE]
             self.scheduler.done(step)
         self._current, self._next = self._next, None
         self._begin(now_ms)

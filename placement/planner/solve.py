@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tenuto.placement.application import online
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.deadline_split import candidate_splits, least_price
 from tenuto.placement.expectation.outlook import Traffic
@@ -61,7 +62,7 @@ def _rank(plan: Plan) -> PlanRank:
     promised = plan.expected.models
     parts = {s.name: promised[s.name].goodput_rps / s.rate_rps if s.name in promised else 0.0 for s in plan.models}
     lacking_rps = sum(s.rate_rps * (1.0 - parts[s.name]) for s in own_demands(plan.models, plan.applications))
-    for app in plan.applications:
+    for app in online(plan.applications):
         lacking_rps += app.rate_rps * (1.0 - min(parts[app.model_name(stage)] for stage in app.stages))
     return PlanRank(misses_attainment=bool(plan.unserved_reasons), lacking_rps=lacking_rps, price=plan.expected.price)
 

@@ -76,6 +76,7 @@ class ServingArguments:
         from tenuto.deployments.serve.sub_clusters import parted, read_partition
         from tenuto.documents import parse_document
         from tenuto.placement.planner.gpu_matching import gpus_of
+        from tenuto.placement.workload import offline_names
 
         if self.emulate and self.executor not in (None, "emulated"):
             raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
@@ -110,7 +111,7 @@ class ServingArguments:
         deployment = parse_document(Deployment, whole, origin="options")
         # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(deployment.scheduler, from_plan(deployment.plan), deployment.scheduler_options)
-        check_offline(deployment.scheduler, [spec.name for spec in deployment.plan.models if spec.offline])
+        check_offline(deployment.scheduler, offline_names(deployment.plan.models, deployment.plan.applications))
         check_policy(deployment.control, deployment.plan)
         deployment.config().check_ports()
         gpus_of(deployment.plan)

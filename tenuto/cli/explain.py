@@ -50,7 +50,10 @@ def _print(explained: Explained, plan: Plan) -> None:
         if model.name in sized:
             say(f"  assumes {describe_sizes(plan.model(model.name), sized[model.name])}")
     for app in plan.applications:
-        _print_stages(app, [each for each in explained.stages if each.application == app.name])
+        if app.offline:
+            say(f"{app.name}: offline, its stages run in time that no other request needs")
+        else:
+            _print_stages(app, [each for each in explained.stages if each.application == app.name])
     if explained.growth is not None:
         say(
             f"all rates may grow by {100 * (explained.growth - 1):.0f} %; "

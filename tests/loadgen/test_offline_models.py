@@ -1,4 +1,4 @@
-"""Models that are offline in virtual time: their answers are counted, and nothing of theirs is judged by an SLO."""
+"""Models and applications that are offline in virtual time: their answers are counted, and none is judged by an SLO."""
 
 from __future__ import annotations
 
@@ -26,8 +26,20 @@ ONLINE = {"name": "day", "rate_rps": 50.0, "slo_ms": 100.0, "latency": LINE}
 OFFLINE = {"name": "night", "rate_rps": 40.0, "offline": True, "latency": LINE}
 
 
-def simulation(models: list[dict[str, Any]], **how: Any) -> Simulation:
-    workload = Workload.model_validate({"models": models})
+NIGHTLY = {
+    "name": "nightly",
+    "offline": True,
+    "rate_rps": 20.0,
+    "stages": [
+        {"model": "crop", "latency": LINE},
+        {"model": "day", "after": ["crop"], "map": "graphs:crops", "count": 1.5, "most": 8},
+        {"model": "join", "after": ["day"], "map": "graphs:join", "most": 1, "latency": LINE},
+    ],
+}
+
+
+def simulation(models: list[dict[str, Any]], *applications: dict[str, Any], **how: Any) -> Simulation:
+    workload = Workload.model_validate({"models": models, "applications": applications})
     return Simulation.of_workload(workload, Cluster.parse("v100:1"), Profiles([]), duration_s=20.0, **how)
 
 
@@ -52,17 +64,20 @@ def test_an_offline_model_is_counted_by_its_answers_and_gpu_time_alone(
 def test_a_controller_changes_the_plan_and_no_offline_request_is_lost_by_it() -> None:
     rising = {"process": "steps", "options": {"factors": [1.0, 4.0]}}
     models = [OFFLINE, {**ONLINE, "rate_rps": 60.0, "arrival": rising}]
-    workload = Workload.model_validate({"models": models})
+    nightly = {**NIGHTLY, "rate_rps": 2.0}
+    workload = Workload.model_validate({"models": models, "applications": [nightly]})
     plan = solve(Symphony(), workload, Cluster.parse("v100:1"), Profiles([]))
     settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "ffd"}, "change": {"start_s": 3.0}})
     how: dict[str, Any] = {"duration_s": 80.0, "seed": 3}
     run = ControlledSimulation(workload, plan, Cluster.parse("v100:3").gpus, Profiles([]), settings, **how).run()
-    summary = controlled_summary(run, 80.0, 0.0)
+    summary = controlled_summary(run, 80.0, 0.0, workload.applications)
     figures = summary["offline"]
     assert len(run.plans) > 1
     assert [*summary["models"]] == ["day"]
     assert summary["models"]["day"]["offered"] == summary["requests"]
-    assert figures["waiting"]["night"] <= 5
+    assert [*figures["requests"]] == ["night", "nightly"]
+    assert max(figures["waiting"].values()) <= 5
+    assert 120 < figures["requests"]["nightly"] < 200
     assert 3000 < figures["requests"]["night"] < 3400
     assert 0.05 < figures["part_of_gpu_time"] < figures["part_of_idle"] < 1.0
 
@@ -88,6 +103,28 @@ def test_a_bench_counts_the_answers_of_an_offline_model_and_judges_it_by_no_slo(
     assert "night" not in str(result.verdict.reasons)
 
 
+def test_an_offline_application_is_counted_as_an_offline_model_is() -> None:
+    """Its stages follow each other, and share a model whose own requests are judged as before."""
+    alone, both = simulation([ONLINE]).run(), simulation([ONLINE], NIGHTLY).run()
+    summary, figures = both.summary(), both.summary()["offline"]
+    assert ([*summary["models"]], "applications" in summary) == (["day"], False)
+    assert summary["requests"] == alone.summary()["requests"]
+    assert 350 < figures["requests"]["nightly"] < 410
+    assert figures["waiting"]["nightly"] <= 5
+    ran = [0, 0, 0]
+    for program, offline in zip(both.result.batches.program, both.result.batches.offline, strict=True):
+        ran[program] += offline
+    assert both.result.offline is not None
+    assert ran[1] == ran[2] == both.result.offline.ended["nightly"]  # with those of the warm-up
+    assert 1.4 * ran[1] < ran[0] < 1.6 * ran[1]
+    document, _ = both.describe(None, options={}, command=["tenuto"])
+    assert (document["offline"], [*document["models"]], [*document["slos_ms"]]) == (figures, ["day"], ["day"])
+    other = {**NIGHTLY, "name": "news", "offline": False, "slo_ms": 500.0}
+    trial = simulation([ONLINE], NIGHTLY, other)
+    assert [*trial.run().summary()["applications"]] == ["news"]
+    assert trial.try_rate(1.0, Goal()).is_in_time
+
+
 def test_more_offline_requests_than_can_run_wait_and_fail_no_trial() -> None:
     crowded = simulation([ONLINE, {**OFFLINE, "rate_rps": 3000.0}])
     figures = crowded.run().summary()["offline"]
@@ -104,3 +141,5 @@ def test_a_workload_of_offline_models_alone_runs() -> None:
 def test_a_scheduler_that_runs_no_offline_work_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="night waits for that"):
         simulation([ONLINE, OFFLINE], scheduler_name="eager").run()
+    with pytest.raises(InvalidInputError, match="nightly"):
+        simulation([ONLINE], NIGHTLY, scheduler_name="eager").run()

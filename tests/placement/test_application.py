@@ -101,6 +101,35 @@ def test_an_old_plan_keeps_a_stages_own_model_beside_one_of_the_same_name() -> N
     assert (work["read"].rate_rps, work["read"].alone) == (10.0, None)
 
 
+def test_an_offline_application_has_offline_models_and_asks_nothing_of_others_that_is_planned() -> None:
+    night = {"name": "night", "offline": True, "stages": [{"model": "read"}, {"model": "join", "latency": FAST}]}
+    work = workload(night, models=(READ,))
+    assert [(m.name, m.offline, m.rate_rps) for m in work.models] == [
+        ("read", False, 10.0),
+        ("night.join", True, 0.001),
+    ]
+    assert work["read"].alone is None
+    assert [m.name for m in own_demands(work.models, work.applications)] == ["read"]
+    assert parse_document(Workload, parse_yaml(work.dump()), origin="w") == work
+    alone = solve(Symphony(), workload(models=(READ,)), Cluster.parse("v100:1"), Profiles([]))
+    plan = solve(Symphony(), work, Cluster.parse("v100:1"), Profiles([]))
+    assert plan.expected.models["read"] == alone.expected.models["read"]
+    assert Plan.from_data(plan.to_data()).applications == plan.applications
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stages": [{"model": "night"}]}, "'night': is offline, and the application is not"),
+        ({"offline": True, "stages": [{"model": "read", "part": 2}]}, "Remove `part`, or `offline`"),
+    ],
+)
+def test_what_cannot_be_offline_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        workload(application(**changes), models=(READ, {"name": "night", "offline": True, "latency": FAST}))
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("stages", "outputs", "words"),
     [

@@ -98,11 +98,16 @@ class ApplicationCall(InferCall, eq=False):
         except BaseException:
             self._cancel()
             raise
-        if not self._offline:
+        if self._is_counted:
             service.application_counters.begin_request(self._model.name, len(samples))
         for graph in self._graphs:
             if not self._is_over:
                 graph.begin()
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the application counts the request: one that is not offline itself has no count of offline ones."""
+        return not self._offline or self._model.offline
 
     def _body(self) -> InputPart | None:
         """Return the body of a request that is no tensor, for functions; None where there are none."""
@@ -116,7 +121,7 @@ class ApplicationCall(InferCall, eq=False):
     def _abandon(self) -> None:
         """Withdraw everything: the client is gone."""
         if not self._is_over:
-            if not self._offline:
+            if self._is_counted:
                 self._service.application_counters.cancel_request(self._model.name)
             self._cancel()
 
@@ -234,7 +239,7 @@ class ApplicationCall(InferCall, eq=False):
         counters, name = self._service.application_counters, self._model.name
         is_late = graph.is_slow or took_ms > self._slo_ms
         about = name, graph.client_id, took_ms, records, ended, graph.lost_at
-        counters.end_request(*about, is_late=is_late, is_counted=not self._offline)
+        counters.end_request(*about, is_late=is_late, is_counted=self._is_counted)
 
     def _trace_graph(self, graph: RunningGraph, outcome: str, **about: str) -> None:
         if self._traced is not None:

@@ -94,7 +94,7 @@ class ApplicationCounters:
             ended: the refusal, or how many samples were answered.
             lost_at: the label of the stage at which it was refused; empty if at none.
             is_late: whether it took longer than it was allowed.
-            is_counted: False for an offline one, which only the models of its stages count.
+            is_counted: False for one that only the models of its stages count.
         """
         refused = None if isinstance(ended, int) else ended
         outcome = refused.outcome if refused is not None else Outcome.LATE if is_late else Outcome.OK

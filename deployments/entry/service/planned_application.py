@@ -113,6 +113,7 @@ class PlannedApplication:
         self.shadows_of, self.copies = shadows_of, copies
         self.graph = ApplicationGraph.of(application)
         self.model = PlannedModel(application.name)
+        self.model.offline = application.offline
         self.interface: ApplicationInterface | None = None
         self.decoder: PlannedModel | None = None  # whose hooks make its inputs of a picture or a text
         self.problem = ""

@@ -262,8 +262,9 @@ class TenutoHandle:
             return self._submit_application(self._application(model), _GraphFuture(), parts, slo_ms, request_id, sizes)
         split = None if version else self._split(model)
         name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
-        spec_slo_ms = self._plan.model(name).own_slo_ms if slo_ms is None else slo_ms
-        reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
+        spec = self._plan.model(name)
+        spec_slo_ms = spec.own_slo_ms if slo_ms is None else slo_ms
+        reserve_ms = 0.0 if spec.offline else self._margin.reserve_ms(spec_slo_ms, 0.0)
         signature = self._dispatchers.signature(name)
         placed, slot = self._placed(parts, () if signature is None else signature.inputs)
         future = ask(
@@ -275,11 +276,12 @@ class TenutoHandle:
             client_id=request_id,
             reserve_ms=reserve_ms,
             sizes=sizes,
+            offline=spec.offline,
         )
         due_ms = _now_ms() + spec_slo_ms
 
         def learn(done: asyncio.Future[Answer]) -> None:
-            if not done.cancelled() and done.result().outcome is Outcome.OK:
+            if not done.cancelled() and done.result().outcome is Outcome.OK and not spec.offline:
                 self._margin.answered(due_ms - _now_ms(), spec_slo_ms, 0.0, reserve_ms)
                 if split is not None and split.shadows:
                     self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, [sizes])
@@ -303,7 +305,7 @@ class TenutoHandle:
         if interface is None or application.problem:
             raise UnavailableError(application.problem)
         allowed_ms = model.slo_ms if slo_ms is None else slo_ms
-        reserve_ms = self._margin.reserve_ms(allowed_ms, model.alone_ms)
+        reserve_ms = 0.0 if model.offline else self._margin.reserve_ms(allowed_ms, model.alone_ms)
         placed, slot = self._placed(parts, interface.composed.signature.inputs)
         self._arena = self._arena or Arena(_ARENA_BYTES)
         try:
@@ -323,6 +325,7 @@ class TenutoHandle:
                 yields=False,
                 clock_ms=_now_ms,
                 on_text=asker.on_text,
+                offline=model.offline,
             )
         finally:
             if slot is not None:
@@ -331,7 +334,7 @@ class TenutoHandle:
         def learn(done: asyncio.Future[Answer]) -> None:
             if done.cancelled():
                 graph.withdraw()
-            elif done.result().outcome is Outcome.OK:
+            elif done.result().outcome is Outcome.OK and not model.offline:
                 answered_ms = _now_ms() if math.isnan(graph.first_ms) else graph.first_ms
                 self._margin.answered(graph.deadline_ms - answered_ms, allowed_ms, model.alone_ms, reserve_ms)
 
@@ -489,7 +492,8 @@ class TenutoHandle:
         """Give out the tokens of a generation."""
         slo_ms, tpot_ms = _allowed_ms(slo_ms, "slo_ms"), _allowed_ms(tpot_ms, "tpot_ms")
         name, collected = self._name(model, None), CollectedTokens()
-        slo = self._plan.model(name).slo
+        spec = self._plan.model(name)
+        slo = spec.slo
         generation = self._dispatchers.generate(
             name,
             collected,
@@ -498,6 +502,7 @@ class TenutoHandle:
             ttft_ms=slo_ms if slo_ms is not None else math.inf if slo is None else slo.ttft_ms,
             tpot_ms=tpot_ms if tpot_ms is not None else math.inf if slo is None else slo.tpot_ms,
             client_id=request_id,
+            offline=spec.offline,
         )
         try:
             while not isinstance(came := await collected.came.get(), Ending):

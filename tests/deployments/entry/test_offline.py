@@ -95,6 +95,18 @@ async def test_every_stage_of_an_offline_request_for_an_application_is() -> None
     await served.close()
 
 
+async def test_all_requests_for_an_offline_application_are() -> None:
+    served = test_applications.Served()
+    await served.start(test_applications.plan(*test_applications.CHAIN, offline=True), scheduler="deferred")
+    assert (await served.infer("app")).status_code == 200
+    assert [await counts(served, model) for model in ("m", "n")] == [(0, 1), (0, 1)]
+    counted = (await served.status())["applications"]["app"]
+    assert (counted["submitted"], counted["ok"]) == (1, 1)
+    assert (await served.infer("app", X_SLO_Ms="0.5")).status_code == 504
+    await test_applications.nothing_is_left(served)
+    await served.close()
+
+
 async def test_an_offline_request_for_an_application_needs_a_scheduler_that_runs_some() -> None:
     served = test_applications.Served()
     await served.start(test_applications.plan(*test_applications.CHAIN))
