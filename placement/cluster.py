@@ -90,8 +90,9 @@ class Placed(StrictModel):
     a100-3g.20gb), memory, compute and a UUID of its own, and no neighbours from other instances.
 
     `uuid` is None for a logical GPU, which is not bound to hardware, and for an instance that does not exist yet.
-    `address` is the IP of the node in the Ray cluster, and `label` a label that only this node has; at most one of the
-    two is given. `rack` is where the node stands. `instance` is the place of a MIG instance; it is None for a whole
+    `address` is the IP of the node in the Ray cluster, and `label` a label that only this node has. Cluster files give
+    at most one of the two. A node that joined has both: its label says whether it is there, and processes start at its
+    address. `rack` is where the node stands. `instance` is the place of a MIG instance; it is None for a whole
     GPU, or when the place is not known. `mig` is None for a GPU that must not be cut.
     """
 

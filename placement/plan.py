@@ -107,7 +107,7 @@ class GpuletProcess:
     """The settings of a gpu-let that cannot change while its process runs.
 
     When the gpu-let of a new plan has the same settings, its process goes on, and everything else changes in place.
-    `node` is the label or the address of the node; None means any node. `cuda_mps` says that the process joins the
+    `node` is the address or the label of the node; None means any node. `cuda_mps` says that the process joins the
     CUDA MPS daemon of its GPU. A plan can name this daemon only if the GPU is bound to hardware. A MIG instance of a
     GPU that plans may cut gets another UUID whenever it is made. It is found by its place, and `uuid` is None.
     `also_on` names the GPUs of the node that it uses beside the first one.
@@ -199,7 +199,7 @@ class Plan(StrictModel):
         )
         by_place = gpu.mig == "managed" and gpu.instance is not None and gpu.instance.gpu_uuid is not None
         joins = needs_mps and (gpu.uuid is not None or by_place) and gpu.type != "cpu"
-        uuid, node = None if by_place else gpu.uuid, gpu.label or gpu.address
+        uuid, node = None if by_place else gpu.uuid, gpu.address or gpu.label
         place, how = (gpu.id, gpu.type, uuid, gpu.instance, node), (self.mps, joins, self.streaming)
         return [(g, GpuletProcess(*place, g.share_pct, g.memory_mib, *how, g.also_on)) for g in gpulets]
 

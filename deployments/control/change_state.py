@@ -38,6 +38,7 @@ class ChangeState:
         self.gpus: tuple[Gpu, ...] = ()
         self.leaving: frozenset[str] = frozenset()
         self.standby: tuple[Standby, ...] = ()
+        self._ready: frozenset[str] = frozenset()  # gpu-lets, at the last look
 
     @property
     def phase(self) -> Phase:
@@ -86,7 +87,11 @@ class ChangeState:
         self, now_s: float, target: Plan, why: str, suffered: Sequence[str], rates_rps: Mapping[str, float]
     ) -> None:
         """Begin a change; `suffered` are the models that already lost too much before it."""
-        origin, running = self.plan, self.here(self.plan)
+        held = self.plan.gpulets
+        if self.change is not None:  # what it starts does not serve yet
+            before = {gpulet.id for gpulet in self.change.origin.gpulets} | self._ready
+            held = tuple(gpulet for gpulet in held if gpulet.id in before)
+        origin, running = self.plan, self.here(self.plan, held)
         self.rate_limit.begun(now_s)
         change = ChangeUnderWay(origin, target, running, now_s, now_s, why, suffered=tuple(suffered))
         self._move(ChangeEvent.BEGUN, change)
@@ -112,7 +117,7 @@ class ChangeState:
     def look(self, now_s: float, seen: Observation, rates_rps: Mapping[str, float]) -> str | None:
         """Apply the next stage when the gpu-lets of this one are ready; take the change back when they fail. Return why
         going back failed, if it failed."""
-        change = self.change
+        change, self._ready = self.change, seen.ready
         if self.proving is not None and now_s - self.proving.stage_since_s > self._settings.prove_s:
             self._move(ChangeEvent.PROVED)
             self.rate_limit.proved()

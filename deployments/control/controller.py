@@ -83,9 +83,11 @@ class Controller:
         if seen.leaving or self._change_state.leaving:
             self._notice_leaving(seen.leaving)
         lost = self._notice_gpus(seen.gpus)
+        given_up = set(self._gpu_requests.given_up)
         late = self._gpu_requests.give_up_late(now_s, self._present) if self._settings.gpus else {}
-        if late:
+        if given_up != self._gpu_requests.given_up.keys():
             self._questions.forget_answer()
+        if late:
             self.note(journal.gpus_late(now_s, late, self._settings.change.come_s))
         self._go_on(seen, news)
         if self.mode == "act":

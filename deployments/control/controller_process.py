@@ -317,7 +317,8 @@ class ControllerReplica:
                 self._looked_s = time.monotonic()
                 try:
                     live.step(time.time())
-                except OvertakenError:
+                except OvertakenError as error:
+                    logger.warning("the controller begins again: %s", error)
                     self._new_settings = True  # start again, over what runs
                     continue
                 self._perform(live)

@@ -167,6 +167,11 @@ class Channel:
             peer.connection.limit_bodies(state.most_asked_bytes())
         self.tell(state, peers)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a dispatcher is connected."""
+        return bool(self._peers)
+
     def tell(self, message: Message, peers: Sequence[Peer] | None = None) -> None:
         """Send a message to these peers, by default to all."""
         for peer in list(self._peers) if peers is None else peers:

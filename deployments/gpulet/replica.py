@@ -27,6 +27,7 @@ from tenuto.deployments.process.limits import GENERATIONS_END_S
 from tenuto.deployments.process.niceness import run_at_normal_priority
 from tenuto.deployments.process.own_loop import spare_the_collector
 from tenuto.deployments.process.ray_address import own_address_for
+from tenuto.deployments.process.ray_nodes import draining_nodes
 from tenuto.deployments.serve.user_config import HANGS_TIMES, GpuletConfig, GpuletSpec, read_gpulet_config
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
@@ -35,6 +36,7 @@ from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
 _LOOK_S = 1.0  # pace: time between two looks for a batch that hangs; `hangs_s` allows for it
+_LAST_BATCHES_S = 1.0  # limit: for the last batches and their answers before the node ends
 _LAST_WORDS_S = 0.2  # pace: time between the notice that the device is lost and the end of the process
 
 
@@ -185,6 +187,14 @@ class LocalReplica:
     # Only a new process helps when a CUDA context is lost, and an orderly end of this one might hang.
     end_process: Callable[[int], None] = staticmethod(os._exit)
 
+    async def outlast_notice(self) -> None:
+        """Serve on while dispatchers use this gpu-let and its node has notice of its end: Serve ends processes there as
+        early as the slowest of them may need, and nobody else may serve these models yet."""
+        batches_s = max(map(self._programs.planned_s, self._programs.largest_batches()), default=0.0)
+        until_s = await self._loop.run_in_executor(None, node_ends_s) - batches_s - _LAST_BATCHES_S
+        while self._channel.is_used and (left_s := until_s - time.time()) > 0.0:
+            await asyncio.sleep(min(left_s, _LOOK_S))
+
     async def close(self) -> None:
         """Finish the batches that run, then release the device."""
         if not self._has_started:
@@ -209,6 +219,8 @@ class GpuletReplica(LocalReplica):
 
     async def __del__(self) -> None:
         """Close the replica. Serve calls this when requests have drained, and also when `__init__` failed."""
+        if self._has_started:
+            await self.outlast_notice()
         await self.close()
 
 
@@ -219,6 +231,14 @@ def _node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+
+def node_ends_s() -> float:
+    """Return when this node ends, in seconds since the epoch; 0 when Ray knows of no end."""
+    try:
+        return draining_nodes().get(_node_id(), 0.0)
+    except (EnvironmentFaultError, TimeoutError):
+        return 0.0
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -1,13 +1,15 @@
 """The GPUs of nodes that join the Ray cluster while a deployment runs, as Ray's autoscaler brings them. No call waits:
 a task on each node asks its driver.
 
-Only types that the controller may grow by are taken in. A node is addressed by Ray's own label of its id, because nodes
-of one machine have one address.
+Only types that the controller may grow by are taken in. A node is known by Ray's own label of its id. Its processes
+start at its address, unless several nodes of one machine have that: what is bound to an id cannot even wait while Ray
+drains the node, and Serve would start it anew several times a second.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +83,7 @@ class JoiningNodes:
         self._answers: dict[str, Answer] = {}
         self._gpus: dict[str, tuple[Gpu, ...]] = {}
         self._since_s: dict[str, float] = {}
+        self._at_address: Counter[str] = Counter()  # living nodes
         self._brief: dict[str, tuple[int, float]] = {}  # by GPU: how often its node left soon, and when last
         self.unused: dict[str, str] = {}
 
@@ -90,11 +93,13 @@ class JoiningNodes:
         if not self._types:
             return ()
         now_s = self._clock()
-        nodes = {str(node["NodeID"]): node for node in self._nodes() if node["Resources"].get("GPU")}
+        alive = self._nodes()
+        self._at_address = Counter(str(node["NodeManagerAddress"]) for node in alive)
+        nodes = {str(node["NodeID"]): node for node in alive if node["Resources"].get("GPU")}
         for gone in self._since_s.keys() - nodes.keys():
             self._forget(gone, now_s)
         declared = list(present)
-        places = {place for gpu in declared for place in (gpu.address, gpu.label) if place is not None}
+        places = {gpu.label or gpu.address for gpu in declared}
         uuids = {uuid: gpu.id for gpu in declared for uuid in _uuids(gpu)}
         joined: list[Gpu] = []
         self.unused = {}
@@ -146,7 +151,11 @@ class JoiningNodes:
             if not groups:
                 what = ", ".join(device.name for device in answer) or "driver, which shows no GPU,"
                 raise EnvironmentFaultError(f"its {what} is no type in {_BOUNDS}")
-        return Cluster(nodes=(place.model_copy(update={"gpus": tuple(groups)}),)).gpus
+        gpus = Cluster(nodes=(place.model_copy(update={"gpus": tuple(groups)}),)).gpus
+        address = str(node["NodeManagerAddress"])
+        return tuple(
+            gpu.model_copy(update={"address": address if self._at_address[address] == 1 else None}) for gpu in gpus
+        )
 
     def _why_unused(self, node_id: str, gpus: tuple[Gpu, ...]) -> str:
         answer = self._answers.get(node_id)

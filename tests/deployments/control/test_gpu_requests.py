@@ -133,6 +133,24 @@ def test_plans_do_with_another_type_when_the_first_does_not_come() -> None:
     assert len(desk.controller.plan.used_gpus) == 2
 
 
+def test_without_an_autoscaler_what_is_there_serves_on_and_it_is_asked_again_later() -> None:
+    settings = {"gpus": BOTH, "policy": {"name": "gpulet"}, "change": {"come_s": 20.0}}
+    desk = PlanningDesk(ONE, [gpu("n0/0")], settings)
+    desk.rates["a"] = 1100.0
+    desk.look(60)
+    assert desk.controller.state().late_gpus == ["t4", "v100"]
+    assert desk.kinds().count("late") == 2
+    assert set(desk.controller.plan.used_gpus) == {"n0/0"}
+    asked = desk.kinds().count("asked")
+    desk.look(170)
+    assert desk.kinds().count("asked") > asked
+    (kind,) = desk.controller.state().missing_gpus
+    grown(desk, kind, desk.wanted[-1].more[kind])
+    desk.look(20)
+    assert len(desk.controller.plan.used_gpus) == 2
+    assert not {"lost", "stuck", "roll back"} & set(desk.kinds())
+
+
 def test_the_price_of_the_settings_decides_which_type_is_asked_for() -> None:
     for cheap, dear in (("v100", "t4"), ("t4", "v100")):
         prices = {cheap: {"max": 8, "price_per_hour": 0.01}, dear: {"max": 8, "price_per_hour": 9.0}}

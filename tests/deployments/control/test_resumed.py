@@ -7,6 +7,7 @@ import pytest
 from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.controller_process import begun_from
+from tenuto.deployments.control.live import OvertakenError
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.version_edits import Edits
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION
@@ -71,6 +72,32 @@ def test_a_controller_that_is_killed_goes_on_where_it_was(seconds: float) -> Non
     assert cluster.controller.state().is_settled
     assert cluster.versions() == [("deploy", 50.0), ("rollback", 40.0)]
     assert cluster.serve.unserved == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 4.0, 6.0])
+def test_of_two_controllers_one_begins_again_over_what_the_other_did(seconds: float) -> None:
+    """One that was stopped goes on beside the one that Serve started in its place."""
+    cluster = Cluster()
+    cluster.pass_time(1.0)
+    old = cluster.controller
+    old.live.deploy(cluster.serve.clock(), SECOND, "deploy", "the old one")
+    cluster.pass_time(seconds)
+    cluster.start_controller()
+    cluster.controller.live.deploy(cluster.serve.clock(), THIRD, "rollback", "the new one")
+    overtaken = 0
+    for _ in range(80):
+        cluster.pass_time(0.5)
+        try:
+            old.state()
+        except OvertakenError:  # its process then begins anew, over what runs
+            overtaken, new = overtaken + 1, cluster.controller
+            cluster.start_controller()
+            cluster.controller, old = new, cluster.controller
+    assert overtaken <= 2
+    assert cluster.versions()[-1][1] == 30.0
+    assert cluster.serve.unserved == []
+    assert old.state().is_settled
+    assert cluster.controller.state().is_settled
 
 
 def test_what_was_wanted_and_not_begun_is_begun_by_the_next_process_with_its_settings() -> None:

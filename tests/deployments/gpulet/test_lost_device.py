@@ -1,5 +1,7 @@
 """A sticky error of the device in one of two gpu-lets: nobody's request is lost, and the process goes at once."""
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import answer, outputs, submit, until
+from tests.instruments.live import PATIENCE_S
 
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
 PLAN = Plan.from_data(
@@ -92,6 +95,25 @@ class Served:
         await self.dispatcher.close()
         for gpulet in self.gpulets.values():
             await gpulet.close()
+
+
+async def test_on_a_node_with_notice_a_gpulet_serves_on_while_a_dispatcher_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch, Device)
+    await served.start()
+    ending = served.gpulets["n0/0/a"]
+    for ends_s in (0.0, time.time() + 0.5):  # no notice, and no time left
+        monkeypatch.setattr(replica_module, "node_ends_s", lambda ends_s=ends_s: ends_s)
+        await ending.outlast_notice()
+    monkeypatch.setattr(replica_module, "node_ends_s", lambda: time.time() + 3600.0)
+    outlasting = [asyncio.create_task(gpulet.outlast_notice()) for gpulet in served.gpulets.values()]
+    x = np.ones(4, np.float32)
+    assert [(await answer(submit(served.dispatcher, "m", [x.tobytes()]))).outcome for _ in range(8)] == [Outcome.OK] * 8
+    assert not any(task.done() for task in outlasting)
+    await served.dispatcher.close()
+    await asyncio.wait_for(asyncio.gather(*outlasting), PATIENCE_S)
+    await served.close()
 
 
 @pytest.mark.parametrize("is_sticky", [True, False])

@@ -10,9 +10,12 @@ import pytest
 from tenuto import __version__
 from tenuto.deployments.machines import joining_nodes
 from tenuto.deployments.machines.joining_nodes import Answer, JoiningNodes
+from tenuto.deployments.serve.deployment import Deployment
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps import inventory
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PlannedGpu
+from tests.instruments.plans import make_plan
 from tests.mps.fake_mig import FakeMigGpu, FakeMigNvml
 from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
 
@@ -61,6 +64,21 @@ def test_a_node_is_taken_in_by_its_label_with_memory_price_and_its_own_address()
     nodes.alive = nodes.alive[:1]
     assert nodes.look() == {"ray-aa/0": "t4", "ray-aa/1": "t4"}
     assert nodes.started == ["aa", "bb"]  # each is asked once
+
+
+def test_processes_start_at_the_address_of_a_node_that_has_it_alone() -> None:
+    """What is bound to an id fails at once while Ray drains the node, and Serve starts it again and again."""
+    nodes = Nodes()
+    nodes.alive = [node(name, address=f"10.0.0.{last}", accelerator_type="T4") for name, last in (("aa", 1), ("bb", 2))]
+    nodes.alive.append(node("cc", gpus=0.0, address="10.0.0.2"))
+    one, other = nodes.joining.find_gpus(())
+    assert (one.address, other.address) == ("10.0.0.1", None)
+    plan = make_plan({"ray-aa/0/a": (100.0, ["a"]), "ray-bb/0/a": (100.0, ["b"])})
+    plan = plan.model_copy(update={"gpus": (PlannedGpu.of(one), PlannedGpu.of(other))})
+    starts = [each.actor.node for each in Deployment(plan=plan).config().gpulets]
+    assert starts == ["10.0.0.1", "ray.io/node-id=bb"]
+    nodes.alive = [node("dd", address="10.0.0.1", accelerator_type="T4")]
+    assert nodes.look() == {"ray-dd/0": "t4"}
 
 
 def test_the_driver_tells_type_and_layout_where_gpus_are_real() -> None:
