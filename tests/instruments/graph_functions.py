@@ -48,6 +48,14 @@ def first(request: Mapping[str, Any], stages: Stages) -> Any:
     return {"x": request["x"] + answer["y"]}
 
 
+def halves(request: Mapping[str, Any], stages: Stages) -> Any:
+    """Two requests of what the stage before made, which differ."""
+    del request
+    (answer,) = stages["first"]
+    assert answer is not None
+    return [{"x": answer["y"]}, {"x": answer["y"] + 0.5}]
+
+
 def twice(request: Mapping[str, Any], stages: Stages) -> Any:
     """Two requests of what the stage before made, of emulated models."""
     del request

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -35,6 +37,26 @@ def scale(*, factor: float = 2.0, width: int = 4, weights_path: str | None = Non
 def triple(*, width: int = 4) -> LoadedModel:
     """A second model, where two are needed."""
     return scale(factor=3.0, width=width)
+
+
+class Counting(torch.nn.Module):
+    """Copies the first number of each row into all of its output, some time after it has noted them in a file."""
+
+    def __init__(self, path: str, width: int, takes_s: float) -> None:
+        super().__init__()
+        self.path, self.width, self.takes_s = path, width, takes_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with open(self.path, "a", encoding="ascii") as file:  # what a process wrote is there although it is killed
+            file.write("".join(f"{number:.1f}\n" for number in x[:, 0].tolist()))
+        time.sleep(self.takes_s)
+        return x[:, :1].repeat(1, self.width)
+
+
+def counting(*, path: str, takes: int = 1, makes: int = 1, takes_s: float = 0.0) -> LoadedModel:
+    """Return a model of vectors whose runs can be counted, request by request."""
+    tensors = [(TensorSignature(name, "float32", (width,)),) for name, width in (("x", takes), ("y", makes))]
+    return LoadedModel(Counting(path, makes, takes_s), ModelSignature("tensor", *tensors))
 
 
 class AddTexts(torch.nn.Module):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from pathlib import Path
 
-__all__ = ["functions_of", "replicas", "started"]
+__all__ = ["dead_arenas", "functions_of", "replicas", "started"]
 
+_ARENA = "/memfd:tenuto-arena"
 _FUNCTIONS = "tenuto.deployments.entry.service.hook_process"
 
 
@@ -25,6 +28,25 @@ def functions_of(parent: int) -> list[int]:
 def started(pid: int) -> int:
     """When a process was started, in ticks of the system's clock; 0 if it has ended."""
     return int(_fields(pid)[19])
+
+
+def dead_arenas() -> set[str]:
+    """The shared memory that processes of ours map although the one that made it has ended."""
+    ours = [pid for pid in _all() if _is_ours(pid)]
+    mapped = {line.split()[4] for pid in ours for line in _text(f"/proc/{pid}/maps").splitlines() if _ARENA in line}
+    owned = set[str]()
+    for file in itertools.chain.from_iterable(Path("/proc", str(pid), "fd").glob("*") for pid in ours):
+        with contextlib.suppress(OSError):
+            if _ARENA in os.readlink(file):
+                owned.add(str(file.stat().st_ino))
+    return mapped - owned
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:  # it has ended
+        return ""
 
 
 def _all() -> list[int]:
