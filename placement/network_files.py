@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.placement.application_signature import ApplicationSignature, stage_signature
 from tenuto.placement.cluster import Cluster
@@ -21,12 +19,12 @@ from tenuto.profiles.networks.catalogue import (
     SizeRange,
     is_exported,
     lookup,
+    stated_signature,
     with_pixels,
 )
 from tenuto.profiles.networks.model_options import ModelOptions, with_most_sizes
 
 _REFUSED_PART = 0.001  # limit: of the requests that a plan counts as served, refused for their sizes
-_STATED = ("inputs", "outputs", "sizes", "batch")  # format: the options that state a signature
 
 
 def network_problems(
@@ -54,6 +52,11 @@ def network_problems(
         if where is None and spec.name not in beside:
             continue
         if source is None or spec.generates is not None or not (is_exported(source) or Path(source).is_dir()):
+            if where is not None and _states_tensors(spec.options):
+                try:
+                    stated_signature(spec.options, "options")
+                except InvalidInputError as error:
+                    problems += [replace(problem, path=f"{where}: {problem.path}") for problem in error.problems]
             continue
         if not Path(source).exists():
             unread[source] = "is not on this machine"
@@ -84,15 +87,20 @@ def network_problems(
     return problems, [f"{source} was not compared with the plan: {why}" for source, why in unread.items()]
 
 
+def _states_tensors(options: Mapping[str, Any]) -> bool:
+    """Whether options have what looks like tensors, and no arguments of these names of a factory of one's own."""
+    given = options.get("inputs"), options.get("outputs")
+    return all(isinstance(each, list) and all(isinstance(tensor, dict) for tensor in each) for each in given)
+
+
 def _stated_signature(spec: ModelSpec) -> ModelSignature | None:
     """Return the tensors that the options of a model state, or the catalogue where no option changes them; None where
     only building the network tells. Of one that generates the limits do not matter here."""
     if spec.generates is not None:
         return ModelSignature("tensor", (), (), generates=GenerationLimits(1, 1, ""))
-    stated: dict[str, Any] = {key: spec.options[key] for key in _STATED if key in spec.options}
-    if "inputs" in stated and "outputs" in stated:
-        with contextlib.suppress(msgspec.ValidationError):  # the gpu-let says what is wrong
-            return msgspec.convert({"kind": "tensor", **stated}, ModelSignature)
+    if "inputs" in spec.options and "outputs" in spec.options:
+        with contextlib.suppress(InvalidInputError):  # it is said of the model
+            return stated_signature(spec.options, spec.name)
         return None
     if spec.options or spec.weights_path or spec.sizes:
         return None

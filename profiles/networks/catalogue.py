@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LABEL_COUNT = 2  # format: transformers' sequence classifiers built from configuration have LABEL_0 and LABEL_1
 
 
+_STATED = ("inputs", "outputs", "sizes", "batch")  # format: the options that state a signature
 # The types of tensors that are served, by numpy's names.
 DTYPES = (
     "bool",
@@ -443,6 +444,23 @@ def lookup(name_or_source: str) -> CatalogueEntry:
         f"{one_of(name_or_source, known, 'Known:')} A model of your own is written package.module:factory, "
         "a local transformers directory by its path, an exported network as FILE.pt2, FILE.onnx or FILE.pt.",
     )
+
+
+def stated_signature(options: Mapping[str, Any], origin: str) -> ModelSignature | None:
+    """Return the tensors that a model's options state, where only building its network would tell; None: they state
+    none.
+
+    Raises:
+        InvalidInputError: they state what are no tensors.
+    """
+    if "inputs" not in options or "outputs" not in options:
+        return None
+    given = {"kind": "tensor", **{key: options[key] for key in _STATED if key in options}}
+    try:
+        return msgspec.convert(given, ModelSignature)
+    except msgspec.ValidationError as error:
+        cure = "Give `inputs` and `outputs` with `name`, `dtype` and `shape`."
+        raise refused(origin, given, f"say no signature ({error})", cure) from error
 
 
 def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature:

@@ -52,6 +52,12 @@ def test_tensors_that_fit_are_planned(capsys: pytest.CaptureFixture[str], tmp_pa
         (READ, {"y": "detect.boxes"}, "is no input of its model"),
         (READ, {}, "is an input of another stage as well, and does not fit"),
         ({"name": "lenet", "latency": FAST}, {"image": "detect.boxes"}, "does not fit input 'image'"),
+        (
+            model("read", tensor("x", 4, dtype="flaot32"), tensor("text", 10)),
+            {"x": "detect.boxes"},
+            "models.1: tensor x",
+        ),
+        (model("read", {"name": "x", "shape": [4]}, tensor("text", 10)), {"x": "detect.boxes"}, "say no signature"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_cure(
@@ -110,5 +116,6 @@ def test_what_only_the_built_network_tells_is_left_to_the_gateway(
 ) -> None:
     own = {"name": "own", "source": "tests.instruments.own_models:scale", "latency": FAST}
     resized = {"name": "lenet", "latency": FAST, "options": {"image_size": 32}}
-    for second in (own, resized):
+    with_arguments = {**own, "options": {"inputs": ["of", "its", "own"], "outputs": 2}}
+    for second in (own, resized, with_arguments):
         planned(capsys, tmp_path, DETECT, second, code=0, inputs={"anything": "detect.boxes"})

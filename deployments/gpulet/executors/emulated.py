@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from tenuto.deployments.gpulet.executors.busy_wait import wait_until
@@ -26,7 +25,15 @@ from tenuto.errors import InvalidInputError, refused
 from tenuto.files import parse_json, read_text
 from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.generation import StepCost
-from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, SizeRange, TensorSignature, lookup, with_pixels
+from tenuto.profiles.networks.catalogue import (
+    BYTES,
+    ModelSignature,
+    SizeRange,
+    TensorSignature,
+    lookup,
+    stated_signature,
+    with_pixels,
+)
 from tenuto.profiles.networks.encoder_files import is_encoder, read_encoder
 from tenuto.profiles.networks.generating import Generator
 from tenuto.profiles.networks.inputs import Arrays, Blocks, row_sizes
@@ -233,8 +240,6 @@ def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float
     return times_ms[0], times_ms[1]
 
 
-# The options that say a signature.
-_TOLD = ("inputs", "outputs", "sizes", "batch")
 # The signature of a model of which only the latency is known: one number in, one number out.
 _PLAIN = ModelSignature(
     "tensor", (TensorSignature("INPUT0", "float32", (1,)),), (TensorSignature("OUTPUT0", "float32", (1,)),)
@@ -245,17 +250,8 @@ def _signature(member: MemberEntry, program: ProgramEntry) -> ModelSignature:
     """Return `inputs`/`outputs` given in the workload's options, else those of the catalogue or of a sentence encoder's
     folder, else one number in and out; of a model planned by size, numbers in up to its largest sizes."""
     options = member.options
-    if "inputs" in options and "outputs" in options:
-        given = {"kind": "tensor", **{key: options[key] for key in _TOLD if key in options}}
-        try:
-            return msgspec.convert(given, ModelSignature)
-        except msgspec.ValidationError as error:
-            raise refused(
-                f"options of {member.name}",
-                given,
-                f"say no signature ({error})",
-                "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.",
-            ) from error
+    if (stated := stated_signature(options, f"options of {member.name}")) is not None:
+        return stated
     folder = Path(member.source or member.name)
     if is_encoder(folder):
         origin = f"options of {member.name}"
