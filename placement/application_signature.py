@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 from tenuto.errors import Problem, one_of, raise_if_any
 from tenuto.placement.application import Application, Stage
-from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, SizeRange, TensorSignature
+from tenuto.profiles.networks.catalogue import (
+    BYTES,
+    INPUT_IDS,
+    PROMPT,
+    TEXT_INPUT,
+    ModelSignature,
+    SizeRange,
+    TensorSignature,
+)
 
 BODY = "body"  # the input of an application whose inputs are made by functions alone
-# The inputs of a stage that generates, of which it has one: a text, tokens, or what a function made, as JSON.
-TEXT_INPUT, INPUT_IDS, PROMPT = "text_input", "input_ids", "prompt"
 _READ = "tokens_read"
 _MOST_BODY_BYTES = 1 << 24  # limit: of that input, such as a picture
 

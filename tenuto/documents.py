@@ -68,7 +68,7 @@ class StrictModel(BaseModel):
     """Base of every file schema: frozen, comparable, unknown keys are errors (a typo must fail, not be ignored). A
     number is a number: neither `true` nor a text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:

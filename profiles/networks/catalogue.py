@@ -41,6 +41,9 @@ DTYPES = (
     "float32",
     "float64",
 )
+# The inputs of a stage of an application that generates, of which it has one: a text, tokens, or what a function made,
+# as JSON.
+TEXT_INPUT, INPUT_IDS, PROMPT = "text_input", "input_ids", "prompt"
 BYTES = "bytes"  # the type of tensors whose elements are strings of bytes, each of a length of its own
 
 

@@ -18,8 +18,7 @@ from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import PartPlace
 from tenuto.deployments.wire.tensors import Array, InputPart, OutputTensor, pack_elements
 from tenuto.errors import refused
-from tenuto.placement.application_signature import INPUT_IDS, PROMPT, TEXT_INPUT
-from tenuto.profiles.networks.catalogue import BYTES, DTYPES, ModelSignature
+from tenuto.profiles.networks.catalogue import BYTES, DTYPES, INPUT_IDS, PROMPT, TEXT_INPUT, ModelSignature
 from tenuto.profiles.networks.hooks import made_inputs
 from tenuto.profiles.networks.import_factory import imported
 

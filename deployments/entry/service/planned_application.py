@@ -16,8 +16,8 @@ from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Shadows
 from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs, pack_elements
 from tenuto.errors import InvalidInputError
 from tenuto.placement.application import Application
-from tenuto.placement.application_signature import INPUT_IDS, ApplicationSignature, stage_signature
-from tenuto.profiles.networks.catalogue import BYTES, ModelSignature
+from tenuto.placement.application_signature import ApplicationSignature, stage_signature
+from tenuto.profiles.networks.catalogue import BYTES, INPUT_IDS, ModelSignature
 from tenuto.profiles.networks.model_options import HookOptions
 
 

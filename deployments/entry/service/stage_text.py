@@ -20,7 +20,8 @@ from tenuto.deployments.wire.answers import Refused
 from tenuto.deployments.wire.tensors import OutputTensor, RequestInputs, pack_elements, read_elements
 from tenuto.outcome import Outcome, Rule
 from tenuto.placement.application import Stage
-from tenuto.placement.application_signature import INPUT_IDS, PROMPT, TEXT_INPUT, stage_signature
+from tenuto.placement.application_signature import stage_signature
+from tenuto.profiles.networks.catalogue import INPUT_IDS, PROMPT, TEXT_INPUT
 from tenuto.profiles.networks.generating import Ending, TokenScores
 
 
