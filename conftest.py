@@ -190,11 +190,12 @@ def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[LocalRay]:
-    """The Ray of this run, not yet connected. Its workers, and those of every Ray that a test starts, are forked."""
+def local_ray(request: pytest.FixtureRequest) -> Iterator[LocalRay]:
+    """The Ray of this run, not yet connected. Its workers, and those of every Ray that a test starts, are forked. By
+    day it is without what nothing of ours asks; `tests/cli/test_serve.py` starts all of it."""
     from tests.instruments.forking import forked_ray_workers
 
-    with forked_ray_workers():
+    with forked_ray_workers(is_whole=request.config.getoption("--night")):
         found = LocalRay()
         yield found
         found.forget()

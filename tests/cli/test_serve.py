@@ -21,7 +21,7 @@ from tests.instruments.forking import ROOT
 from tests.instruments.live import PATIENCE_S, until, with_mark
 
 # Its replicas are forked, as those of every Ray in these tests.
-PROGRAM = """
+WHOLE = """
 import sys
 from tenuto.cli import main
 from tests.instruments.forking import forked_ray_workers
@@ -29,6 +29,7 @@ from tests.instruments.forking import forked_ray_workers
 with forked_ray_workers():
     main(sys.argv[1:])
 """
+PROGRAM = WHOLE.replace("forked_ray_workers()", "forked_ray_workers(is_whole=False)")
 
 # It kills a process of its Ray before the n-th call that may block.
 DIES = (
@@ -111,7 +112,7 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(capsys: pytest.Captur
     # As a user has it, who never heard of Ray's token.
     alone = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "", "TENUTO_TEST_MARK": mark}
     address = {"RAY_ADDRESS": "local", **alone}
-    process = tenuto("serve", str(plan), "--port", str(port), "--emulate", **address)
+    process = tenuto("serve", str(plan), "--port", str(port), "--emulate", program=WHOLE, **address)
     url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: process.poll() is not None or is_ready(url))

@@ -284,8 +284,9 @@ with open(address + ".lock", "w") as lock:
 
 
 @contextmanager
-def forked_ray_workers() -> Iterator[None]:
-    """Let every Ray that this process starts fork its workers."""
+def forked_ray_workers(*, is_whole: bool = True) -> Iterator[None]:
+    """Let every Ray that this process starts fork its workers. Unless `is_whole`, it lacks the autoscaler's monitor and
+    the head's agent, which take 2 s of a core to start."""
     import pytest
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -307,6 +308,7 @@ def forked_ray_workers() -> Iterator[None]:
                 given |= {"worker_path": str(program), "setup_worker_path": str(program)}
                 # Nobody asks it for lines, as `log_to_driver` is off; it takes as much of a core as the raylet.
                 given["include_log_monitor"] = False
+                self.no_monitor = not is_whole
             if "runtime_env_agent_port" in given:
                 given = {name: port or unused_port() for name, port in given.items()}
             update(self, **given)
@@ -322,6 +324,8 @@ def forked_ray_workers() -> Iterator[None]:
         # agents need longer for what they import. So the ports are there before the agents are.
         patch.setattr(RayParams, "update_if_absent", with_relay)
         patch.setattr(Node, "start_ray_processes", start_with_port)
+        if not is_whole:
+            patch.setattr(Node, "start_api_server", lambda self, **_given: None)
         yield
 
 

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.door
 TOGETHER = 1000
 MOST_CALLS = 20_000  # of a turn: one read of the smallest chunks has 11,000
 # What each sends: first, and then as much as a read takes.
-AT_ONCE = {name: (first, (more * (1 << 16))[: 1 << 16]) for name, (first, more) in ENDLESS.items() if more}
+READ = 1 << 16
+AT_ONCE = {name: (first, (more * (READ // len(more) + 1))[:READ]) for name, (first, more) in ENDLESS.items() if more}
 AT_ONCE["a body's end"] = (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n" + bytes(19_999), b"x")
 # A connection that is put off costs its read and its place in the queue, and nothing of what it sent.
 MOST_PUT_OFF = 25

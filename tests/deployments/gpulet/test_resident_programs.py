@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from tenuto.deployments.gpulet import resident_programs
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
+from tenuto.deployments.process.own_loop import spare_the_collector
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.inputs import as_blocks
@@ -87,7 +89,7 @@ def test_batches_are_answered_while_merging_and_after_without_a_gap() -> None:
                 ways.append(found[1])
                 for name, logits in found[0].items():
                     assert np.abs(logits - right[name]).max() <= 1e-5 * np.abs(right[name]).max()
-                await asyncio.sleep(0.02)  # leaves the processor to the process that merges
+                await asyncio.sleep(0.1)  # leaves the processor to the process that merges
         assert list(dict.fromkeys(ways)) == ["single graphs", "merged"]
         assert executor.facts()["base+tuned"]["operators_after"] > 0
 
@@ -169,21 +171,19 @@ def test_a_program_that_goes_takes_its_merging_along(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
-UNLOADS = """
-import weakref
-from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.process.own_loop import spare_the_collector
-from tests.deployments.gpulet.test_resident_programs import entry
-executor = TorchExecutor("cpu")
-executor.load(entry("base"), [1])
-held = weakref.ref(executor.program("base").network.module)
-spare_the_collector()
-executor.unload("base")
-assert held() is None
-"""
+def unload() -> None:
+    """Unload a network after the collector was told to spare all that is there, which holds for all of a process."""
+    executor = TorchExecutor("cpu")
+    executor.load(entry("base"), [1])
+    held = weakref.ref(executor.program("base").network.module)
+    spare_the_collector()
+    executor.unload("base")
+    assert held() is None
 
 
-def test_what_is_unloaded_is_freed_though_the_collector_was_told_to_spare_it() -> None:
-    # In a process of its own: what the collector is told holds for all of a process.
-    done = subprocess.run([sys.executable, "-c", UNLOADS], capture_output=True, text=True, timeout=PATIENCE_S)
+def test_what_is_unloaded_is_freed_though_the_collector_was_told_to_spare_it(
+    worker_server: Callable[[str], list[str]],
+) -> None:
+    command = [sys.executable, *worker_server(f"{__name__}:unload")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
