@@ -14,9 +14,9 @@ ANYWHERE = {"spread": None, "survive": None, "only_on": (), "keep_off": (), "pre
 
 def domain_of(gpu: Placed, kind: str) -> str:
     """Return what is lost together with a GPU: the physical GPU with all its MIG instances, its node, or its rack (a
-    node without a rack is one itself)."""
+    node without a rack is one itself). A cluster is one cell."""
     node = node_of(gpu.id)
-    return {"gpu": gpu.device, "node": node, "rack": gpu.rack or node}[kind]
+    return {"gpu": gpu.device, "node": node, "rack": gpu.rack or node, "cell": ""}[kind]
 
 
 def is_at(gpu: Placed, places: Collection[str]) -> bool:

@@ -41,8 +41,9 @@ _DRAWN = 4000  # limit: requests that are drawn; a class with fewer than one in 
 # Derived: three standard deviations of a thousand Poisson requests, so that a model does not exceed its rate by chance.
 EXCESS = 1.1  # of the planned rate, beyond which a model exceeds it
 
-# What may be lost at once: a GPU, a node with all its GPUs, or a rack with all its nodes.
-Spread = Literal["gpu", "node", "rack"]
+# What may be lost at once: a GPU, a node with all its GPUs, a rack with all its nodes, or all of a cluster, which is a
+# cell of a fleet.
+Spread = Literal["gpu", "node", "rack", "cell"]
 
 
 class OwnDemand(StrictModel):

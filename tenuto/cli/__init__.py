@@ -23,7 +23,7 @@ from tenuto.errors import TenutoError, first_line
 GROUPS = {
     "Start": ("quickstart", "doctor", "add"),
     "Measure": ("profile", "profiles", "merge", "cluster"),
-    "Plan": ("import", "plan", "explain", "policies", "simulate", "goodput"),
+    "Plan": ("import", "plan", "explain", "policies", "simulate", "goodput", "fleet"),
     "Run": (
         "serve",
         "deploy",

@@ -1,0 +1,297 @@
+"""The plan of a fleet: a spread of the traffic over cells, and a plan of the one planner for each cell whose load left
+its band. Cells are planned in parallel processes. What runs is the start of everything."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.placement.application import Application
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.expectation.outlook import MORE, Traffic
+from tenuto.placement.fleet.demand import Kind, ModelGroup, fluid_of, group_models, kind_of, room_of
+from tenuto.placement.fleet.traffic_spread import CellRoom, Shares, Spread, spread_traffic
+from tenuto.placement.placement_constraints import names_of
+from tenuto.placement.placement_constraints import without as cluster_without
+from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan_edits import drained, for_workload
+from tenuto.placement.planner import PlanTask, RunningPlan, make_plan
+from tenuto.placement.planner.candidates import Candidates
+from tenuto.placement.policy import load_policy
+from tenuto.placement.workload import ModelSpec, Workload, lacking
+from tenuto.profiles import Profiles
+
+_ROUNDS = 3  # limit: spreads, each with the room that the plans before it had
+_TRIES = 12  # limit: plans of a cell, each on a GPU of each kind more
+_BAND = 1.0 + MORE  # derived: a promise in full stands so much more load
+
+
+@dataclass(frozen=True)
+class CellState:
+    """A cell as the fleet is planned with it: its GPUs, the rates that models have there now, and what returns the plan
+    that runs, which is asked for only where it is needed."""
+
+    name: str
+    cluster: Cluster
+    rates_rps: Mapping[str, float] = field(default_factory=dict)
+    running: Callable[[], Plan | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class FleetTask:
+    """One question: a workload for some cells. `at_most` is which part of all GPU time may move to other cells;
+    `workers` processes plan cells."""
+
+    workload: Workload
+    cells: Sequence[CellState]
+    policy: PolicyUsed
+    profiles: Profiles
+    at_most: float = 1.0
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """The spread, and the plans of the cells that change. `traffic` is which part of the requests to each model and
+    application, as clients name them, goes to which cell. `before` has the plans that run in the cells, where one
+    does."""
+
+    spread: Spread
+    traffic: Shares
+    plans: Mapping[str, Plan]
+    before: Mapping[str, Plan]
+
+
+def plan_fleet(task: FleetTask) -> FleetPlan:
+    """Return the spread and the changed plans of a fleet.
+
+    Raises:
+        InvalidInputError: no cell can hold a model, or a cell's planner refuses its part; it lists all problems.
+    """
+    joint = Cluster.of(gpu for cell in task.cells for gpu in cell.cluster.gpus)
+    groups = group_models(task.workload, joint, task.profiles)
+    rooms = [CellRoom.of(cell.name, cell.cluster, room_of(cell.cluster)) for cell in task.cells]
+    raise_if_any(_unplaceable(task.workload, groups, rooms))
+    total: dict[Kind, float] = defaultdict(float)
+    for room in rooms:
+        for kind, count in room.gpus.items():
+            total[kind] += count
+    fluid, running = fluid_of(groups, total), running_shares(groups, task.cells)
+    done: dict[str, tuple[Workload, Plan | None, Plan | None]] = {}
+    spread = spread_traffic(groups, rooms, fluid, running, at_most=task.at_most)
+    for _ in range(_ROUNDS):
+        jobs = [
+            _Job(cell, _part_of(task.workload, groups, spread.planned, cell), spread.used[cell.name])
+            for cell in task.cells
+        ]
+        jobs = [job for job in jobs if job.cell.name not in done or done[job.cell.name][0] != job.workload]
+        for job, (before, plan) in zip(jobs, _planned(jobs, task), strict=True):
+            done[job.cell.name] = job.workload, before, plan
+        short = {name: plan for name, (_, _, plan) in done.items() if plan is not None and _is_short(plan)}
+        if not short or len(short) == len(rooms):
+            break
+        rooms = [_with_less(room, spread.used[room.name], short.get(room.name)) for room in rooms]
+        again = spread_traffic(groups, rooms, fluid, running or spread.traffic, at_most=task.at_most)
+        if again.traffic == spread.traffic:
+            break
+        spread = again
+    changed = {name: plan for name, (_, _, plan) in done.items() if plan is not None}
+    ran = {name: before for name, (_, before, _) in done.items() if before is not None}
+    traffic = {
+        name: spread.traffic[group.name]
+        for group in groups
+        for name in (*(spec.model for spec in group.models), *(app.name for app in group.applications))
+    }
+    return FleetPlan(spread, traffic, changed, ran)
+
+
+def running_shares(groups: Sequence[ModelGroup], cells: Sequence[CellState]) -> dict[str, dict[str, float]]:
+    """Return which rate each cell has now of the first model of each group that runs."""
+    rates: dict[str, dict[str, float]] = defaultdict(dict)
+    for cell in cells:
+        for name, rate in cell.rates_rps.items():
+            rates[name][cell.name] = rate
+    runs = {group.name: next((rates[n] for n in group.gpus if n in rates), {}) for group in groups}
+    return {name: shares for name, shares in runs.items() if shares}
+
+
+def _unplaceable(workload: Workload, groups: Sequence[ModelGroup], rooms: Sequence[CellRoom]) -> list[Problem]:
+    index = {spec.name: place for place, spec in enumerate(workload.models)}
+    known = {place for room in rooms for place in room.places}
+    problems = []
+    for group in groups:
+        for spec in group.models:
+            for key, names in (("only_on", spec.only_on), ("keep_off", spec.keep_off)):
+                if unknown := [name for name in names if name not in known]:
+                    cure = f"Name cells, or nodes, racks or GPUs of cells: {', '.join(r.name for r in rooms[:12])}."
+                    problems.append(Problem(f"models.{index[spec.name]}.{key}", unknown[0], "no such place", cure))
+        if not any(room.may_hold(group) for room in rooms):
+            types = {kind for room in rooms for kind, _ in room.gpus}
+            why = group.unserved_by(types)
+            rule = (
+                f"no cell can hold it: no GPU of the fleet serves {', '.join(why)} within its SLO"
+                if why
+                else (f"no cell can hold {', '.join(group.gpus)} together, by GPU types, only_on and keep_off")
+            )
+            cure = "Give a longer SLO, a profile for these GPU types, or another cell."
+            problems.append(Problem(f"models.{index[group.name]}", group.name, rule, cure))
+    return problems
+
+
+def _part_of(workload: Workload, groups: Sequence[ModelGroup], planned: Shares, cell: CellState) -> Workload:
+    """Return the part of a workload that a cell is planned for. What models say of cells is done with."""
+    known, models, applications = names_of(cell.cluster.gpus), dict[str, ModelSpec](), list[Application]()
+    for group in groups:
+        share = planned[group.name].get(cell.name, 0.0)
+        if share > 0.0:
+            specs, apps = group.part(share)
+            models |= {spec.name: spec for spec in specs}
+            applications += apps
+    specs = []
+    for spec in (models[each.name] for each in workload.models if each.name in models):
+        places = {key: tuple(n for n in getattr(spec, key) if n in known) for key in ("only_on", "keep_off")}
+        if cell.name in spec.only_on:
+            places["only_on"] = ()
+        update = {**places, "prefer": spec.prefer if spec.prefer in known else None}
+        if spec.spread == "cell":
+            update |= {"spread": None, "survive": None}
+        specs.append(spec.model_copy(update=update))
+    merge = workload.merge
+    if isinstance(merge, tuple):
+        merge = tuple(names for names in merge if models.keys() >= {*names}) or "off"
+    update = {"models": tuple(specs), "applications": tuple(applications), "merge": merge}
+    return workload.model_copy(update=update)
+
+
+def _is_short(plan: Plan) -> bool:
+    """Return whether a plan serves too little though it uses every GPU."""
+    return bool(plan.unserved_reasons) and {*plan.used_gpus} >= {gpu.id for gpu in plan.gpus}
+
+
+def _with_less(room: CellRoom, used: Mapping[Kind, float], short: Plan | None) -> CellRoom:
+    """Return the room of a cell whose plan serves too little: as much as the plan promises of what it was made for."""
+    if short is None:
+        return room
+    part = short.expected.goodput_rps / sum(spec.rate_rps for spec in short.models)
+    return replace(room, gpus={kind: min(count, part * used.get(kind, 0.0)) for kind, count in room.gpus.items()})
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A cell with the part of the workload that it gets, and about how many GPUs of each kind that takes."""
+
+    cell: CellState
+    workload: Workload
+    used: Mapping[Kind, float]
+
+
+_work: tuple[Sequence[_Job], FleetTask] | None = None  # of a worker process, which inherits it
+
+
+def _begin(jobs: Sequence[_Job], task: FleetTask) -> None:
+    global _work
+    _work = jobs, task
+
+
+def _work_on(index: int) -> tuple[Plan | None, Plan | None]:
+    if _work is None:
+        raise RuntimeError("the worker has no task")
+    return _plan_cell(_work[0][index], _work[1])
+
+
+def _planned(jobs: Sequence[_Job], task: FleetTask) -> list[tuple[Plan | None, Plan | None]]:
+    """Return by job the plan that runs, and the one that takes its place; None where it stays."""
+    if task.workers < 2 or len(jobs) < 2:
+        return [_plan_cell(job, task) for job in jobs]
+    context = multiprocessing.get_context("fork")  # so that workers have the profiles and plans without copying them
+    with ProcessPoolExecutor(min(task.workers, len(jobs)), context, _begin, (jobs, task)) as pool:
+        return list(pool.map(_work_on, range(len(jobs))))
+
+
+def _plan_cell(job: _Job, task: FleetTask) -> tuple[Plan | None, Plan | None]:
+    try:
+        before = job.cell.running()
+        if before is not None and _is_in_band(before, job.workload):
+            return before, None
+        if not job.workload.models and (before is None or not before.gpulets):
+            return before, None
+        places = () if before is None else before.drained
+        cluster = cluster_without(job.cell.cluster, places)
+        policy = load_policy(task.policy.name, task.policy.options)
+        question = PlanTask(policy, job.workload, cluster, task.profiles)
+        if before is None or not before.gpulets or not job.workload.models:
+            plan = _on_fewest(question, job.used)
+        else:
+            plan = _successor(question, before)
+        return before, drained(plan, job.cell.cluster, places) if places else plan
+    except InvalidInputError as error:
+        raise InvalidInputError([f"cell {job.cell.name}: {line}" for line in str(error).splitlines()]) from error
+
+
+def _successor(task: PlanTask, before: Plan) -> Plan:
+    """Return the plan near the one that runs. What it no longer needs ends only where the whole load fell below the
+    band; a plan that still serves all is taken as it is, because none changes less."""
+    models = task.workload.models
+    task = replace(task, running=RunningPlan(before, Traffic.declared(models)))
+    if sum(spec.rate_rps for spec in models) < sum(spec.rate_rps for spec in before.models) / _BAND:
+        return make_plan(task)
+    candidates = Candidates(task)
+    if not task.workload.applications:
+        unchanged = candidates.completed(for_workload(before, task.workload))
+        if not unchanged.unserved_reasons:
+            return unchanged
+    most = len(task.cluster.gpus) * len(models)
+    return make_plan(replace(task, running=replace(task.replaced, most_changes=most, promises="larger")))
+
+
+def _is_in_band(plan: Plan, workload: Workload) -> bool:
+    """Return whether a plan goes on for a workload: for the same models on the same terms, none of which is asked for
+    more than a promise stands, and all together for no less than that."""
+    planned = {app.name: app for app in plan.applications}
+    apps = tuple(_as_planned(app, planned.get(app.name)) for app in workload.applications)
+    now = {spec.name: spec for spec in workload.with_budgets(apps).models}
+    then = {spec.name: spec.rate_rps for spec in plan.models}
+    if now.keys() != then.keys() or lacking(plan.models, now) or apps != plan.applications:
+        return False
+    ratios = [spec.rate_rps / then[name] for name, spec in now.items()]
+    offered = sum(then[name] * ratio for name, ratio in zip(now, ratios, strict=True))
+    return all(ratio <= _BAND for ratio in ratios) and offered >= sum(then.values()) / _BAND
+
+
+def _as_planned(app: Application, planned: Application | None) -> Application:
+    """Return the planned application where it differs in nothing but the rate, and the parts of its deadline."""
+    if planned is None:
+        return app
+    same_rate = app.model_copy(update={"rate_rps": planned.rate_rps})
+    return planned if same_rate.without_budgets() == planned.without_budgets() else app
+
+
+def _on_fewest(task: PlanTask, used: Mapping[Kind, float]) -> Plan:
+    """Return a plan on about as few GPUs of a cell as serve all as asked: first on those that a fluid takes, then on
+    more and more."""
+    prices, by_kind = task.cluster.prices, defaultdict[Kind, list[str]](list)
+    for gpu in task.cluster.gpus:
+        by_kind[kind_of(gpu, prices)].append(gpu.id)
+    counts = {kind: min(len(ids), math.ceil(used.get(kind, 0.0) - 1e-6)) for kind, ids in by_kind.items()}
+    for number in range(_TRIES + 1):
+        if number == _TRIES:
+            counts = {kind: len(ids) for kind, ids in by_kind.items()}
+        aside = tuple(gpu for kind, ids in by_kind.items() for gpu in ids[counts[kind] :])
+        cluster = task.cluster.model_copy(update={"left_out": (*(task.cluster.left_out or ()), *aside)})
+        plan = make_plan(task.on(cluster))
+        growing = [kind for kind, ids in by_kind.items() if counts[kind] < len(ids)]
+        if not plan.unserved_reasons or not growing:
+            break
+        lacks = 1.0 - plan.expected.goodput_rps / max(1e-9, sum(spec.rate_rps for spec in plan.models))
+        for kind in [kind for kind in growing if counts[kind]] or growing[:1]:
+            counts[kind] = min(len(by_kind[kind]), counts[kind] + max(1, round(lacks * counts[kind])))
+    uncut = task.cluster.cut_as(plan.gpus)
+    return plan.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in uncut.gpus)})

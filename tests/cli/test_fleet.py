@@ -1,0 +1,148 @@
+"""`tenuto fleet`: observe two cells over HTTP, plan, compare and check, with what each says of wrong input."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from tenuto.cli import main
+from tenuto.deployments.wire.status import GpuletStatus, SystemStatus
+from tenuto.placement import Plan
+
+WORKLOAD = """
+models:
+  - {name: resnet50, rate_rps: 600, slo_ms: 200, latency: {alpha_ms: 2, beta_ms: 6}}
+  - {name: bert, rate_rps: 100, slo_ms: 250, latency: {alpha_ms: 5, beta_ms: 12}, spread: cell, survive: 1}
+"""
+
+
+class Cell(HTTPServer):
+    """The operators' port of a cell: it says which plan runs there."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Status)
+        self.plan: Plan | None = None
+        self.version, self.down = "0.1.0", False
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def status(self) -> SystemStatus:
+        gpulets = [] if self.plan is None else [GpuletStatus(id=g.id, up=not self.down) for g in self.plan.gpulets]
+        data = None if self.plan is None else self.plan.to_data()
+        return SystemStatus(plan=data, models={}, gpulets=gpulets, version=self.version)
+
+
+class _Status(BaseHTTPRequestHandler):
+    server: Cell
+
+    def do_GET(self) -> None:
+        body = msgspec.json.encode(self.server.status())
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def tenuto(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["fleet", *words])
+    return int(ended.value.code or 0)
+
+
+def step_of(folder: Path) -> dict[str, Any]:
+    step: dict[str, Any] = yaml.safe_load((folder / "step.yaml").read_text())
+    return step
+
+
+def test_from_a_file_by_hand_to_a_step_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = {"east": Cell(), "west": Cell()}
+    nodes = [{"name": "n0", "gpus": [{"type": "v100", "count": 4, "price_per_hour": 2.5}]}]
+    data = [{"name": name, "url": cell.url, "nodes": nodes} for name, cell in cells.items()]
+    Path("fleet.yaml").write_text(yaml.safe_dump({"cells": data}))
+    Path("workload.yaml").write_text(WORKLOAD)
+    plan = ("plan", "workload.yaml", "fleet.yaml", "-o", "step", "--canary", "west")
+    assert tenuto(*plan) == 0
+    assert [change["phase"] for change in step_of(Path("step"))["changes"]] == ["canary", "room"]
+    made = {path.name for path in Path("step").iterdir()}
+    assert made == {"cells", "lost", "step.yaml", "weights.yaml", "haproxy.cfg", "models.map", "httproutes.yaml"}
+    weights = yaml.safe_load(Path("step/weights.yaml").read_text())["models"]
+    assert weights["bert"] == {"east": 0.5, "west": 0.5}
+    lost = list(yaml.safe_load_all(Path("step/lost/east.yaml").read_text()))
+    assert [each["metadata"]["name"] for each in lost] == ["tenuto-bert"]
+    assert tenuto("diff", "step") == 0
+    assert "start" in capsys.readouterr().out
+
+    # The cells run nothing yet, then what the step says, one after the other.
+    assert tenuto("observe", "-o", "fleet.yaml") == 1
+    assert "cell east was never seen: no plan runs at" in capsys.readouterr().err
+    for name in ("west", "east"):
+        cells[name].plan = Plan.load(f"step/cells/{name}.yaml")
+        tenuto("check", "step")
+        assert f"{name}: done" in capsys.readouterr().out
+    assert tenuto("check", "step") == 0
+    assert "next: give the proxies the new weights" in capsys.readouterr().out
+
+    # What runs is the start of the next step: nothing changes.
+    assert tenuto("observe", "-o", "fleet.yaml") == 0
+    seen = yaml.safe_load(Path("fleet.yaml").read_text())["cells"]
+    assert seen[0]["nodes"][0]["gpus"][0]["price_per_hour"] == 2.5
+    assert seen[0]["plan"] == "east.plan.json"
+    assert tenuto("plan", "workload.yaml", "fleet.yaml", "-o", "step") == 0
+    assert step_of(Path("step"))["changes"] == []
+    assert list(Path("step/cells").iterdir()) == []
+
+    # A cell that does not answer keeps its last state; another version and gpu-lets that are down are said.
+    cells["east"].shutdown()
+    cells["east"].server_close()
+    cells["west"].version, cells["west"].down = "0.0.9", True
+    capsys.readouterr()
+    assert tenuto("observe", "-o", "fleet.yaml") == 1
+    said = capsys.readouterr()
+    assert "cell east is as" in said.err
+    assert "runs Tenuto 0.0.9" in said.err
+    assert "down" in said.out
+    assert yaml.safe_load(Path("fleet.yaml").read_text())["cells"][0]["plan"] == "east.plan.json"
+    cells["west"].shutdown()
+    cells["west"].server_close()
+
+
+def test_kubernetes_gets_rayservices(tmp_path: Path) -> None:
+    nodes = [{"name": "n0", "label": "tenuto-node=a", "gpus": [{"type": "v100", "count": 4}]}]
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(yaml.safe_dump({"cells": [{"name": "east", "nodes": nodes}]}))
+    (tmp_path / "workload.yaml").write_text(WORKLOAD.replace(", spread: cell, survive: 1", ""))
+    folder = tmp_path / "step"
+    assert tenuto("plan", str(tmp_path / "workload.yaml"), str(fleet), "-o", str(folder), "--kubernetes") == 0
+    assert yaml.safe_load((folder / "cells/east.yaml").read_text())["kind"] == "RayService"
+    assert not (folder / "haproxy.cfg").exists()  # no cell has a URL
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--without", "south"), "--without: 'south': no such cell. Use one of east"),
+        (("--canary", "south"), "--canary: 'south': no such cell"),
+        (("--without", "east"), "no cell would be left"),
+    ],
+)
+def test_wrong_names_of_cells_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], text: str
+) -> None:
+    nodes = [{"name": "n0", "gpus": [{"type": "v100"}]}]
+    (tmp_path / "fleet.yaml").write_text(json.dumps({"cells": [{"name": "east", "nodes": nodes}]}))
+    (tmp_path / "workload.yaml").write_text(WORKLOAD)
+    files = (str(tmp_path / "workload.yaml"), str(tmp_path / "fleet.yaml"), "-o", str(tmp_path / "step"))
+    assert tenuto("plan", *files, *words) == 2
+    assert text in capsys.readouterr().err

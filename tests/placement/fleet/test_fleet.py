@@ -1,0 +1,342 @@
+"""A workload over cells: the file, the spread, the plans, and the step with what is true of it later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tenuto.documents import parse_document
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Plan, PolicyUsed, Workload, load_policy, solve
+from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
+from tenuto.placement.fleet.fleet_file import FleetFile, nodes_of
+from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
+from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
+from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, after_loss
+from tenuto.placement.planner.gpu_matching import gpus_of
+from tenuto.profiles import Profiles
+
+
+def cluster(gpus: int = 4, kind: str = "v100", **node: Any) -> Cluster:
+    return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": [{"type": kind, "count": gpus}], **node}]})
+
+
+def cells(*names: str, gpus: int = 4) -> list[CellState]:
+    return [CellState(name, cluster(gpus)) for name in names]
+
+
+def model(name: str, rate_rps: float, **more: Any) -> dict[str, Any]:
+    """A model that needs about a GPU for 450 requests per second."""
+    return {"name": name, "rate_rps": rate_rps, "slo_ms": 200, "latency": {"alpha_ms": 2, "beta_ms": 6}, **more}
+
+
+def workload(*models: dict[str, Any], **more: Any) -> Workload:
+    return Workload.model_validate({"models": models, **more})
+
+
+def planned(asked: Workload, states: list[CellState], **more: Any) -> FleetPlan:
+    return plan_fleet(FleetTask(asked, states, PolicyUsed(name="symphony"), Profiles([]), **more))
+
+
+def running(states: list[CellState], plans: dict[str, Plan]) -> list[CellState]:
+    """The cells with the plans that run there."""
+    return [
+        replace(s, rates_rps={m.name: m.rate_rps for m in plans[s.name].models}, running=partial(plans.get, s.name))
+        if s.name in plans
+        else s
+        for s in states
+    ]
+
+
+def promised(plan: Plan, name: str) -> float:
+    """The requests per second of a model that a plan promises; near the limit of its GPUs it keeps 1 % for chance."""
+    expected = plan.expected.models.get(name)
+    return 0.0 if expected is None else expected.goodput_rps
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def fleet_data(**second: Any) -> dict[str, Any]:
+    node = {"name": "n0", "gpus": [{"type": "v100", "uuids": ["GPU-1"]}], "rack": "r1", "address": "10.0.0.1"}
+    other = {"name": "n0", "gpus": [{"type": "v100", "uuids": ["GPU-2"]}], "rack": "r2", "address": "10.0.0.2"}
+    east = {"name": "east", "url": "http://10.0.0.1:8000", "nodes": [node]}
+    west = {"name": "west", "url": "http://10.0.0.2:8000", "nodes": [other | second.pop("node", {})]}
+    return {"cells": [east, west | second]}
+
+
+def test_nodes_of_different_cells_may_have_one_name() -> None:
+    fleet = parse_document(FleetFile, fleet_data())
+    assert [cell.cluster.gpus[0].id for cell in fleet.cells] == ["n0/0", "n0/0"]
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"name": "east"}, "name east"),
+        ({"url": "http://10.0.0.1:8000"}, "url http://10.0.0.1:8000"),
+        ({"operator_url": "http://10.0.0.1:8000"}, "url http://10.0.0.1:8000"),
+        ({"node": {"rack": "r1"}}, "rack r1"),
+        ({"node": {"address": "10.0.0.1"}}, "address 10.0.0.1"),
+        ({"node": {"gpus": [{"type": "v100", "uuids": ["GPU-1"]}]}}, "GPU GPU-1"),
+    ],
+)
+def test_cells_that_overlap_are_refused(second: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{words} is in cell east too: cells overlap"):
+        parse_document(FleetFile, fleet_data(**second))
+
+
+def test_unknown_keys_and_empty_fleets_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"unknown key.*Known keys"):
+        parse_document(FleetFile, fleet_data(urls=[]))
+    with pytest.raises(InvalidInputError, match="Give at least one entry"):
+        parse_document(FleetFile, {"cells": []})
+
+
+def test_the_gpus_of_a_plan_become_nodes_of_the_file() -> None:
+    node = {"name": "n1", "gpus": [{"type": "v100", "count": 2}, {"type": "t4", "uuids": ["GPU-7"]}], "rack": "r"}
+    cut = {"type": "a100", "mig": "fixed", "instances": [{"profile": "3g.20gb", "start": 0}]}
+    given = Cluster.model_validate({"nodes": [node, {"name": "n2", "gpus": [cut], "label": "pool=a"}]})
+    plan = solve(load_policy("ffd"), workload(model("a", 10.0)), given, Profiles([]))
+    again = Cluster(nodes=nodes_of(gpus_of(plan)))
+    assert [(g.id, g.type, g.uuid, g.rack, g.label) for g in again.gpus] == [
+        (g.id, g.type, g.uuid, g.rack, g.label) for g in given.gpus
+    ]
+    assert again.nodes[0].gpus[0].count == 2
+    with pytest.raises(ValueError, match="are numbered 1, 2"):
+        nodes_of(gpus_of(plan)[1:3])
+
+
+# --- the spread -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_whole_in_one_cell_where_it_fits_and_large_ones_are_in_several() -> None:
+    done = planned(workload(model("small", 200.0), model("large", 2200.0)), cells("c1", "c2"))
+    assert len(done.traffic["small"]) == 1
+    assert len(done.traffic["large"]) == 2
+    assert all(abs(sum(shares.values()) - 1.0) < 1e-6 for shares in done.traffic.values())
+    assert all(not plan.unserved_reasons for plan in done.plans.values())
+    rates = [plan.model("large").rate_rps for plan in done.plans.values()]
+    assert sum(rates) == pytest.approx(2200.0)
+
+
+def test_what_has_no_room_anywhere_is_said_and_nobody_else_suffers() -> None:
+    done = planned(workload(model("a", 300.0), model("b", 6000.0)), cells("c1", "c2"))
+    assert done.spread.lacking.keys() == {"b"}
+    assert sum(promised(plan, "a") for plan in done.plans.values()) >= 0.95 * 300.0
+
+
+def test_models_of_an_application_stay_together() -> None:
+    stages = [{"model": "s1", "latency": {"alpha_ms": 1, "beta_ms": 3}}]
+    stages.append({"model": "s2", "latency": {"alpha_ms": 1, "beta_ms": 3}, "after": ["s1"]})
+    app = {"name": "app", "rate_rps": 100.0, "slo_ms": 200, "stages": stages}
+    done = planned(workload(model("a", 400.0), applications=[app]), cells("c1", "c2", "c3"))
+    (cell,) = done.traffic["app"]
+    names = {spec.name for spec in done.plans[cell].models}
+    assert names >= {"app.s1", "app.s2"}
+    assert done.plans[cell].applications[0].rate_rps == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("survive", [1.0, 0.5])
+def test_what_survives_a_cell_has_that_much_planned_in_the_others(survive: float) -> None:
+    asked = workload(model("a", 600.0, spread="cell", survive=survive), model("b", 300.0))
+    done = planned(asked, cells("c1", "c2", "c3"))
+    rates = {name: done.plans[name].model("a").rate_rps for name in done.traffic["a"]}
+    assert len(rates) >= 2
+    for lost in rates:
+        assert sum(rate for name, rate in rates.items() if name != lost) >= survive * 600.0 * 0.999
+    (left,) = after_loss({"a": done.traffic["a"]}, next(iter(rates))).values()
+    assert sum(left.values()) == pytest.approx(1.0)
+
+
+def test_a_spread_over_cells_needs_a_second_cell_and_more_than_a_cluster() -> None:
+    asked = workload(model("a", 100.0, spread="cell", survive=1.0, only_on=["c1"]))
+    done = planned(asked, cells("c1", "c2"))
+    assert "needs a second cell" in done.spread.unmet["a"]
+    with pytest.raises(InvalidInputError, match="one cell only, and nothing survives its loss"):
+        solve(load_policy("symphony"), workload(model("a", 100.0, spread="cell", survive=1.0)), cluster(), Profiles([]))
+
+
+def test_a_model_lies_where_it_may_by_cell_or_rack() -> None:
+    states = [CellState("c1", cluster(rack="r1")), CellState("c2", cluster(rack="r2"))]
+    done = planned(workload(model("a", 100.0, only_on=["r2"]), model("b", 100.0, keep_off=["c2"])), states)
+    assert (done.traffic["a"].keys(), done.traffic["b"].keys()) == ({"c2"}, {"c1"})
+    assert done.plans["c2"].model("a").only_on == ("r2",)
+    with pytest.raises(InvalidInputError, match=r"models\.0\.only_on: 'c9': no such place"):
+        planned(workload(model("a", 100.0, only_on=["c9"])), states)
+
+
+def test_a_model_that_no_cell_can_hold_is_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidInputError, match="no GPU of the fleet serves slow within its SLO"):
+        planned(workload(model("slow", 10.0) | {"slo_ms": 5}), cells("c1", "c2"))
+
+
+def test_scarce_gpus_are_worth_more_than_their_price() -> None:
+    joint = Cluster.model_validate(
+        {"nodes": [{"name": "n0", "gpus": [{"type": "t4", "count": 1}, {"type": "v100", "count": 9}]}]}
+    )
+    groups = group_models(workload(model("a", 2000.0)), joint, Profiles([]))
+    fluid = fluid_of(groups, room_of(joint))
+    worth = {kind: value for (kind, _), value in fluid.worth.items()}
+    prices = joint.prices
+    assert worth["t4"] > prices["t4"]
+    assert worth["v100"] == pytest.approx(prices["v100"])
+
+
+# --- never from scratch -----------------------------------------------------------------------------------------------
+
+
+def drawn() -> tuple[Workload, list[CellState], FleetPlan]:
+    asked = workload(*(model(f"m{index}", 150.0 + 40.0 * index) for index in range(8)))
+    states = cells("c1", "c2", "c3")
+    return asked, states, planned(asked, states)
+
+
+def test_what_is_in_its_band_is_not_planned_again() -> None:
+    asked, states, first = drawn()
+    again = planned(asked.scaled(1.05), running(states, dict(first.plans)))
+    assert again.plans == {}
+    assert again.spread.moved == 0.0
+    assert again.before == first.plans
+
+
+def test_only_the_cell_of_a_model_that_grows_is_planned_again_and_keeps_its_gpulets() -> None:
+    asked, states, first = drawn()
+    (cell,) = first.traffic["m0"]
+    models = tuple(spec.with_rate_scaled(1.5) if spec.name == "m0" else spec for spec in asked.models)
+    again = planned(asked.model_copy(update={"models": models}), running(states, dict(first.plans)))
+    assert again.plans.keys() == {cell}
+    assert again.traffic == first.traffic
+    before, after = ({g.id for g in plan.gpulets} for plan in (first.plans[cell], again.plans[cell]))
+    assert before <= after
+    assert all(promised(again.plans[cell], s.name) >= 0.98 * s.rate_rps for s in again.plans[cell].models)
+
+
+def test_another_slo_is_planned_though_no_rate_changed() -> None:
+    asked, states, first = drawn()
+    models = tuple(spec.model_copy(update={"slo_ms": 150.0}) if spec.name == "m3" else spec for spec in asked.models)
+    again = planned(asked.model_copy(update={"models": models}), running(states, dict(first.plans)))
+    assert again.plans.keys() == set(first.traffic["m3"])
+
+
+def test_a_cell_that_grows_too_full_gives_and_none_both_gives_and_takes() -> None:
+    asked, states, first = drawn()
+    (full,) = first.traffic["m7"]
+    inside = {name for name, shares in first.traffic.items() if full in shares}
+    models = tuple(spec.with_rate_scaled(2.2) if spec.name in inside else spec for spec in asked.models)
+    grown = asked.model_copy(update={"models": models})
+    again = planned(grown, running(states, dict(first.plans)))
+    assert again.spread.moved > 0.0
+    assert again.spread.givers == {full}
+    taken = {cell for name, shares in again.traffic.items() for cell in shares if cell not in first.traffic[name]}
+    assert taken
+    assert full not in taken
+    bounded = planned(grown, running(states, dict(first.plans)), at_most=0.0)
+    assert bounded.spread.moved == 0.0
+    assert bounded.traffic == first.traffic
+
+
+def test_a_cell_that_is_gone_leaves_its_models_to_the_others() -> None:
+    asked, states, first = drawn()
+    left = running(states[:2], dict(first.plans))
+    again = planned(asked.scaled(0.8), left)
+    assert {cell for shares in again.traffic.values() for cell in shares} == {"c1", "c2"}
+    stayed = [name for name, shares in first.traffic.items() if "c3" not in shares]
+    assert all(again.traffic[name] == first.traffic[name] for name in stayed)
+
+
+def test_plans_in_processes_of_their_own_are_the_same() -> None:
+    asked, states, first = drawn()
+    assert planned(asked, states, workers=2) == first
+
+
+def test_a_model_is_in_no_more_cells_than_a_route_has_backends() -> None:
+    states = cells(*(f"c{index}" for index in range(20)), gpus=1)
+    done = planned(workload(model("a", 9000.0)), states)
+    assert len(done.traffic["a"]) == MOST_CELLS_OF_MODEL
+    assert done.spread.lacking
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def a_step() -> tuple[FleetStep, dict[str, str], dict[str, str]]:
+    """A step in which c1 gives, and c2 takes; what runs in all cells before, and after it."""
+    asked, states, first = drawn()
+    (full,) = first.traffic["m7"]
+    inside = {name for name, shares in first.traffic.items() if full in shares}
+    models = tuple(spec.with_rate_scaled(2.2) if spec.name in inside else spec for spec in asked.models)
+    again = planned(asked.model_copy(update={"models": models}), running(states, dict(first.plans)))
+    before = {name: fingerprint(plan) for name, plan in first.plans.items()}
+    files = {name: f"cells/{name}.yaml" for name in again.plans}
+    step = make_step(again, before, files, fleet="fleet.yaml", version="1", canary=None)
+    return step, before, before | {name: fingerprint(plan) for name, plan in again.plans.items()}
+
+
+def seen(running: dict[str, str]) -> dict[str, SeenCell]:
+    return {name: SeenCell(plan) for name, plan in running.items()}
+
+
+def test_a_step_goes_room_first_then_traffic_then_what_is_no_longer_needed() -> None:
+    step, now, after = a_step()
+    phases = [change.phase for change in step.changes]
+    assert phases == sorted(phases, key=("room", "release").index)
+    assert {*phases} == {"room", "release"}
+    todo = []
+    for change in [c for c in step.changes if c.phase == "room"]:
+        todo.append(check_step(step, seen(now), "").todo)
+        now[change.cell] = after[change.cell]
+    assert all(text.startswith("deploy cells/") for text in todo)
+    assert check_step(step, seen(now), "").todo == "give the proxies the new weights"
+    last = step.changes[-1]
+    assert check_step(step, seen(now), step.id).todo == f"deploy {last.file} to {last.cell}"
+    done = check_step(step, seen(after), step.id)
+    assert (done.todo, done.problems) == ("", ())
+
+
+def test_a_step_out_of_order_stale_or_beside_another_one_is_said() -> None:
+    step, now, after = a_step()
+    last, first = step.changes[-1].cell, step.changes[0].cell
+    early = check_step(step, seen(now | {last: after[last]}), "")
+    assert f"out of order: {last} gave models up before {first}" in early.problems[0]
+    assert early.todo.startswith("deploy")
+    assert "the proxies have the new weights before" in check_step(step, seen(now), step.id).problems[0]
+    stale = check_step(step, seen(now | {first: "other"}), None)
+    assert stale.states[first] == "runs another plan"
+    assert stale.todo.startswith("observe the fleet and plan again")
+    busy = check_step(step, seen(now) | {first: SeenCell(now[first], "it is changing: more load")}, None)
+    assert busy.problems == (f"{first} is not to be changed now: it is changing: more load",)
+    silent = check_step(step, seen(now) | {first: SeenCell(None)}, None)
+    assert silent.states[first] == "does not answer"
+
+
+def test_a_step_sees_that_another_step_changed_a_cell_that_it_leaves_alone() -> None:
+    asked, states, first = drawn()
+    models = tuple(spec.with_rate_scaled(1.5) if spec.name == "m0" else spec for spec in asked.models)
+    again = planned(asked.model_copy(update={"models": models}), running(states, dict(first.plans)))
+    before = {name: fingerprint(plan) for name, plan in first.plans.items()}
+    step = make_step(again, before, {c: f"{c}.yaml" for c in again.plans}, fleet="f", version="1", canary=None)
+    other = next(iter(step.others))
+    result = check_step(step, seen(before | {other: "another"}), None)
+    assert result.problems == (f"{other} runs another plan than when the step was made",)
+
+
+def test_the_canary_is_first() -> None:
+    _, _, first = drawn()
+    before = dict.fromkeys(first.plans, "nothing")
+    files = {name: f"{name}.yaml" for name in first.plans}
+    step = make_step(first, before, files, fleet="f", version="1", canary="c2")
+    assert [change.cell for change in step.changes] == ["c2", "c1", "c3"]
+
+
+def test_a_fingerprint_knows_what_runs_and_not_how_gpulets_are_called() -> None:
+    _, _, first = drawn()
+    plan = first.plans["c1"]
+    renamed = plan.model_copy(update={"gpulets": tuple(g.model_copy(update={"id": f"{g.id}x"}) for g in plan.gpulets)})
+    assert fingerprint(renamed) == fingerprint(plan)
+    less = plan.model_copy(update={"gpulets": plan.gpulets[1:]})
+    assert fingerprint(less) != fingerprint(plan)
+    assert fingerprint(None) == "nothing"
