@@ -17,6 +17,7 @@ from tenuto.deployments.control.change_preview import ChangePreview, preview_cha
 from tenuto.deployments.control.change_progress import ChangeProgress
 from tenuto.deployments.control.controller_client import ControllerClient
 from tenuto.deployments.control.controller_process import keep_ground, read_declared_nodes, read_ground
+from tenuto.deployments.control.journal import listed
 from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployment
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edited
@@ -277,6 +278,8 @@ class Operations:
         why = state.obstacle or next((line.text for line in reversed(lines)), "the controller gave no reason")
         if state.mode == "advise":
             why = f"{why}; the controller only advises: `tenuto control apply` carries it out"
+        if state.missing_gpus:
+            return f"{', '.join(undone)}: not yet: more GPUs are on their way ({listed(state.missing_gpus)})"
         return f"{', '.join(undone)}: not carried out: {why}"
 
     def rollback(

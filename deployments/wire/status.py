@@ -493,6 +493,17 @@ class ControllerState(_Told, frozen=True, kw_only=True):
             return "the gateways follow the plan, and what it lacks ends"
         return "" if self.obstacle else self.sought
 
+    @property
+    def gpu_notes(self) -> list[str]:
+        """What is wrong with GPUs that come and go, in words."""
+        missing = ", ".join(f"{kind} {count}" for kind, count in self.missing_gpus.items())
+        notes = [f"GPUs asked for and not there yet: {missing}"] if missing else []
+        if self.late_gpus:
+            notes.append(
+                f"GPUs that did not come in time, so plans do without more of them: {', '.join(self.late_gpus)}"
+            )
+        return [*notes, *(f"{node} joined and is not used: {why}" for node, why in self.unused_nodes.items())]
+
 
 class ControllerStatus(ControllerState, frozen=True, kw_only=True):
     """The state with the number of decisions of each kind since the controller started, and its log, newest first."""

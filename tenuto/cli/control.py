@@ -63,12 +63,8 @@ def status(address: str | None) -> None:
     if state.cutting:
         doing += f"; to be cut yet: {', '.join(state.cutting)}"
     say(f"mode {state.mode}, policy {state.policy}; {doing}")
-    if state.missing_gpus:
-        say(f"asked for and not there yet: {', '.join(f'{kind} {n}' for kind, n in state.missing_gpus.items())}")
-    if state.late_gpus:
-        say(f"did not come in time, so plans do without more of them: {', '.join(state.late_gpus)}")
-    for node, why in state.unused_nodes.items():
-        say(f"{node} joined and is not used: {why}")
+    for note in state.gpu_notes:
+        say(note)
 
 
 @command.command("plan", short_help="Show or write the plan that the controller advises.")

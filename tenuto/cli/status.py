@@ -96,6 +96,8 @@ def _print(status: SystemStatus) -> None:
         say(f"note: {place} is drained; `tenuto undrain {place}` lets it be used again")
     for name, start_s in status.idle.items():
         say(f"note: {name} is idle: nobody asks it. The next request brings it back, in about {start_s:.0f} s")
+    for note in status.controller.gpu_notes if status.controller is not None else ():
+        say(f"note: {note}")
     for stray in status.strays:
         say(f"note: {stray} holds a GPU and is in no plan; `tenuto deploy` ends it")
     if (offline := status.offline) is not None:

@@ -5,7 +5,15 @@ from tenuto.cli import main
 from tenuto.cli.status import describe_share, sharing_notes
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.wire.status import GpuletMode, GpuletStatus, ModelStatus, MpsStatus, OfflineCounts, SystemStatus
+from tenuto.deployments.wire.status import (
+    ControllerStatus,
+    GpuletMode,
+    GpuletStatus,
+    ModelStatus,
+    MpsStatus,
+    OfflineCounts,
+    SystemStatus,
+)
 from tenuto.mps.others import OtherProcess
 from tests.deployments.programs import load
 from tests.instruments.fake_cuda import FakeCuda, late_model
@@ -50,15 +58,19 @@ def test_only_what_is_unusual_is_noted() -> None:
     assert second.endswith("process 7 (python, user 1001)")
 
 
-def test_idle_models_and_offline_requests_are_shown(
+def test_idle_models_gpus_that_are_missing_and_offline_requests_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = {"rare": ModelStatus(), "busy": ModelStatus(offline=OfflineCounts(ok=7, failed=2, queued=3, gpu_s=1.5))}
-    shown = SystemStatus(models=models, plan={"idle": {"rare": 24.3}})
+    of_gpus = ControllerStatus(missing_gpus={"t4": 2}, late_gpus=["v100"], unused_nodes={"ray-aa": "it has no Tenuto"})
+    shown = SystemStatus(models=models, plan={"idle": {"rare": 24.3}}, controller=of_gpus)
     monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda _url, _type: shown)
     with pytest.raises(SystemExit, match="0"):
         main(["status", "--address", "http://127.0.0.1:1"])
     told = capsys.readouterr().out
     assert "note: rare is idle: nobody asks it. The next request brings it back, in about 24 s" in told
+    assert "note: GPUs asked for and not there yet: t4 2" in told
+    assert "note: GPUs that did not come in time, so plans do without more of them: v100" in told
+    assert "note: ray-aa joined and is not used: it has no Tenuto" in told
     (row,) = (line.split() for line in told[told.index(" offline") :].splitlines()[1:2])
     assert row == ["busy", "7", "0", "0", "0", "2", "3", "1.5"]

@@ -75,7 +75,8 @@ def test_gpus_come_by_type_serve_leave_with_notice_and_go_back(own_ray: None) ->
                 url, controller = operator.base_url, operator.controller()
                 until(lambda: nodes_of(url) == {"n0"})
                 with asking(url, ["a"]) as answers, ExitStack() as also:
-                    controller.set_model(MORE, add=True)
+                    why = operator.edit(lambda asked: asked.set_model(MORE, add=True))
+                    assert why == "b: not yet: more GPUs are on their way (a100 1)"
                     until(lambda: joined() == ["A100"])
                     until(lambda: len(nodes_of(url)) == 2 and infer(url, "b")[0] == 200)
                     (name,) = nodes_of(url) - {"n0"}

@@ -1,5 +1,9 @@
 """A Ray with Ray's own autoscaler on this machine: nodes of some types start when they are asked for, and end idle.
 
+    python -m tests.instruments.autoscaling_ray T4:1 A100:2
+
+runs one until Ctrl-C, whose nodes have a T4 or two A100, and a head with a V100, all emulated.
+
 `ray.cluster_utils.AutoscalingCluster` would end every other Ray of this user first, and needs a file that Ray's wheels
 lack.
 """
@@ -13,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.process.ray_token import make_token
+from tenuto.deployments.serve.launcher import RAY_ENVIRONMENT, unused_port
 from tests.instruments.forking import ROOT
 from tests.instruments.live import until
 
@@ -51,7 +56,7 @@ def autoscaling_ray(head_gpus: int, kinds: Mapping[str, int]) -> Iterator[str]:
         "idle_timeout_minutes": 0.05,
         "provider": {
             "type": "external",
-            "module": f"{__name__}.{LoopbackNodes.__name__}",
+            "module": f"tests.instruments.autoscaling_ray.{LoopbackNodes.__name__}",
             "gcs_address": f"{HEAD}:{port}",
             "head_node_id": _HEAD_ID,
             "launch_multiple": True,
@@ -114,6 +119,18 @@ def give_notice(address: str, node_id: str, notice_s: float) -> None:
     assert is_accepted, why
 
 
+def main() -> None:
+    """Run one, with our settings of Ray, until Ctrl-C."""
+    os.environ.update({key: os.environ.get(key, value) for key, value in RAY_ENVIRONMENT.items()})
+    os.environ["RAY_AUTH_MODE"] = "token"
+    make_token()
+    kinds = {kind: int(count) for kind, _, count in (each.partition(":") for each in sys.argv[1:])}
+    with suppress(KeyboardInterrupt), autoscaling_ray(1, kinds) as address:
+        print(f"a Ray runs at {address}; Ctrl-C ends it", flush=True)
+        while True:
+            time.sleep(1.0)
+
+
 def _node_type(kind: str, gpus: int) -> dict[str, Any]:
     labels = {"ray.io/accelerator-type": kind}
     return {"resources": {"CPU": 1, "GPU": gpus}, "labels": labels, "node_config": {}, "max_workers": 2}
@@ -127,3 +144,7 @@ def _answers(head: subprocess.Popen[bytes], address: str, log: Path) -> bool:
         return bool(GcsClient(address=address).get_all_node_info(timeout=5.0))
     except Exception:  # Ray has several kinds of errors for a cluster that is not there yet
         return False
+
+
+if __name__ == "__main__":
+    main()
