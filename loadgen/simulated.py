@@ -342,7 +342,8 @@ def make_backlog(
     ]
     offline = offline_names(models, arriving.applications)
     check_offline(scheduler, offline)
-    left = {place[name]: count for name, count in more.items()}
+    asked_alone = [name for name in offline if name in place and name in arriving.names]
+    left = {place[name]: more.get(name, 0.0) for name in (*asked_alone, *more)}
     return OfflineBacklog(left, lengths, arrivals) if left or offline else None
 
 

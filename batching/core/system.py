@@ -5,7 +5,7 @@ the programs. Times are ms; latencies l(b) are indexed by batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -271,6 +271,31 @@ class System(ByFields):
             )
             for index, latency in sorted(fastest.items())
             if latency + fixed_ms > self.offered[index].slo_ms
+        ]
+
+    def without_gap(self, names: Collection[str]) -> list[str]:
+        """Return a line for each of these models whose offline requests find no gap on any gpu-let: one of them takes
+        longer than another program there can wait."""
+        network, tightest = self.network, dict[int, tuple[float, float, int]]()
+        fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        for hosts in self.distinct_hosts():
+            for program, host in hosts.items():
+                if self.offered[program].name in names:
+                    takes_ms = fixed_ms - network.response_ms + host.planned_batch_ms(1)
+                    gaps = [
+                        (self.offered[each].slo_ms - fixed_ms - other.planned_batch_ms(1) - takes_ms, takes_ms, each)
+                        for each, other in hosts.items()
+                        if each != program
+                    ]
+                    gap = min(gaps, default=(INF, takes_ms, program))
+                    tightest[program] = max(gap, tightest.get(program, gap))
+        return [
+            f"an offline request of {self.offered[program].name} takes {takes_ms:.4g} ms, and {name} can wait "
+            f"{max(0.0, takes_ms + gap_ms):.4g} ms on the same gpu-let: it runs only once nobody has asked {name} "
+            "for a minute. Another GPU, a larger share or a smaller network helps."
+            for program, (gap_ms, takes_ms, other) in sorted(tightest.items())
+            for name in [self.offered[other].name]
+            if gap_ms < 0.0
         ]
 
 

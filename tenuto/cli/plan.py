@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from tenuto.batching.core.build import from_plan
 from tenuto.cli.common import (
     ClusterArguments,
     cluster_arguments,
@@ -369,7 +370,8 @@ def _print_plan(plan: Plan) -> None:
         say(f"unserved: {name}: {reason}")
     for name, reason in why_below(plan):
         say(f"below: {name}: {reason}")
-    for note in plan.notes:
+    offline = [spec.name for spec in plan.models if spec.offline]
+    for note in (*plan.notes, *(from_plan(plan, check_slos=False).without_gap(offline) if offline else ())):
         say(f"note: {note}")
     for line in losses_told(plan):
         say(line)

@@ -72,6 +72,9 @@ def command(
     if not printed_as_json(summary):
         print_run(summary)
         say(_in_words(summary, arguments.scheduler_name))
+        offline_models = {*summary.get("offline", {"requests": ()})["requests"]}
+        for line in simulation.system.without_gap(offline_models):
+            say(f"note: {line}")
         for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
             say(f"scheduler: {line}")
     if out is not None:

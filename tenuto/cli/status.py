@@ -71,8 +71,10 @@ def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str) -> None:
 
 
 def _print(status: SystemStatus) -> None:
+    from tenuto.batching.core.build import from_plan
     from tenuto.batching.core.scheduler_status import describe_schedulers
     from tenuto.deployments.operator.window import mean_ms, quantile_s
+    from tenuto.placement import Plan
 
     print_table(
         ("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)"),
@@ -124,6 +126,11 @@ def _print(status: SystemStatus) -> None:
                 for name, counts in offline_counts.items()
             ),
         )
+        waiting = [name for name, counts in offline_counts.items() if counts.queued]
+        if waiting and status.plan is not None and "gpulets" in status.plan:
+            plan = Plan.from_data(status.plan, is_whole=False)
+            for line in from_plan(plan, check_slos=False).without_gap(waiting):
+                say(f"note: {line}")
     if status.applications:
         print_table(
             ("application", *OUTCOMES, "under way", "SLO ms", "answered ms (p50)"),

@@ -63,7 +63,15 @@ def test_idle_models_gpus_that_are_missing_and_offline_requests_are_shown(
 ) -> None:
     models = {"rare": ModelStatus(), "busy": ModelStatus(offline=OfflineCounts(ok=7, failed=2, queued=3, gpu_s=1.5))}
     of_gpus = ControllerStatus(missing_gpus={"t4": 2}, late_gpus=["v100"], unused_nodes={"ray-aa": "it has no Tenuto"})
-    shown = SystemStatus(models=models, plan={"idle": {"rare": 24.3}}, controller=of_gpus)
+    lines = {"rare": {"alpha_ms": 1.0, "beta_ms": 5.0}, "busy": {"alpha_ms": 1.0, "beta_ms": 60.0}}
+    hosted = [{"name": name, "batch_size": 4, "latency": line} for name, line in lines.items()]
+    plan = {
+        "policy": {"name": "test"},
+        "gpus": [{"id": "g", "type": "v100"}],
+        "gpulets": [{"id": "g/a", "gpu": "g", "models": hosted}],
+        "models": [{"name": name, "rate_rps": 1.0, "slo_ms": 40.0, "latency": line} for name, line in lines.items()],
+    }
+    shown = SystemStatus(models=models, plan={**plan, "idle": {"rare": 24.3}}, controller=of_gpus)
     monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda _url, _type: shown)
     with pytest.raises(SystemExit, match="0"):
         main(["status", "--address", "http://127.0.0.1:1"])
@@ -72,5 +80,6 @@ def test_idle_models_gpus_that_are_missing_and_offline_requests_are_shown(
     assert "note: GPUs asked for and not there yet: t4 2" in told
     assert "note: GPUs that did not come in time, so plans do without more of them: v100" in told
     assert "note: ray-aa joined and is not used: it has no Tenuto" in told
+    assert "note: an offline request of busy takes 61 ms, and rare can wait 34 ms on the same gpu-let" in told
     (row,) = (line.split() for line in told[told.index(" offline") :].splitlines()[1:2])
     assert row == ["busy", "7", "0", "0", "0", "2", "3", "1.5"]

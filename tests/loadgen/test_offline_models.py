@@ -138,6 +138,17 @@ def test_a_workload_of_offline_models_alone_runs() -> None:
     assert summary["offline"]["requests"]["night"] > 700
 
 
+def test_a_model_whose_requests_last_longer_than_others_can_wait_is_named_with_them() -> None:
+    slow = {**OFFLINE, "rate_rps": 0.001, "latency": {"alpha_ms": 1.0, "beta_ms": 93.5}}
+    made = simulation([ONLINE, slow])
+    (line,) = made.system.without_gap(["night"])
+    assert "night takes 94.5 ms, and day can wait 94 ms" in line
+    assert not simulation([ONLINE, OFFLINE]).system.without_gap(["night", "day"])
+    figures = made.with_offline({"night": 5.0}).run().summary()
+    assert [*figures["models"]] == ["day"]
+    assert (figures["offline"]["requests"]["night"], figures["offline"]["waiting"]["night"]) == (0, 5)
+
+
 def test_a_scheduler_that_runs_no_offline_work_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="night waits for that"):
         simulation([ONLINE, OFFLINE], scheduler_name="eager").run()
