@@ -47,14 +47,14 @@ def scheduler_class(name: str) -> type[Scheduler]:
     return cast(type[Scheduler], point.load())
 
 
-def check_offline(name: str, models: Collection[str]) -> None:
-    """Refuse a scheduler that runs no offline work for models that are asked some.
+def check_offline(name: str, waits: Collection[str]) -> None:
+    """Refuse a scheduler that runs no offline work where models, or whoever is named, wait for that.
 
     Raises:
-        InvalidInputError: there are such models, and it runs none.
+        InvalidInputError: somebody does, and it runs none.
     """
-    if models and not scheduler_class(name).takes_offline:
-        rule = f"runs no offline work, and {', '.join(sorted(models))} waits for that"
+    if waits and not scheduler_class(name).takes_offline:
+        rule = f"runs no offline work, and {', '.join(sorted(waits))} waits for that"
         raise refused("--scheduler", name, rule, "Take --scheduler deferred.")
 
 

@@ -151,8 +151,9 @@ class Scheduler(ABC):
 
     # A scheduler that plans with no measured numbers, and runs no offline work, need not override the rest.
 
-    def add_offline(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
-        """Take a request that runs only in time that no other one loses, or is dropped at its deadline (inf: never)."""
+    def add_offline(self, now_ms: float, model: int, request_id: int, deadline_ms: float, client: str = "") -> None:
+        """Take a request that runs only in time that no other one loses, or is dropped at its deadline (inf: never).
+        Clients take turns."""
         raise NotImplementedError(f"the scheduler '{self.name}' runs no offline work")
 
     def queued_offline(self, program: int) -> int:  # noqa: ARG002

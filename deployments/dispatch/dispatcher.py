@@ -153,6 +153,7 @@ class Dispatcher:
         samples: Samples | None = None,
         sizes: tuple[int, ...] = (),
         offline: bool = False,
+        client: str = "",
     ) -> Request:
         """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
         the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
@@ -171,6 +172,7 @@ class Dispatcher:
             samples: the client's request that this is one sample of, if that has several.
             sizes: of its inputs, in the order of the model's signature; () for a model of fixed shapes.
             offline: the request waits for time that costs no other one its deadline; only a full queue refuses it.
+            client: the name of the key that asks; those whose requests wait offline take turns.
 
         Raises:
             KeyError: the plan has no such model.
@@ -194,6 +196,7 @@ class Dispatcher:
             samples=samples,
             sizes=sizes,
             offline=offline,
+            client=client,
         )
         self.accounts.submitted(request)
         requests.add(request)

@@ -352,6 +352,7 @@ class BundleServer:
             samples=samples,
             sizes=row.sizes,
             offline=row.offline,
+            client=row.client,
         )
 
     async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:

@@ -87,7 +87,7 @@ class DrivenScheduler:
         # The core subtracts its own budget for the way back. It is added here, as this request has its own reserve.
         deadline_ms = request.deadline_ms - request.reserve_ms + self.way.told.response_ms
         if request.offline:
-            self.scheduler.add_offline(now_ms, request.model, request.id, deadline_ms)
+            self.scheduler.add_offline(now_ms, request.model, request.id, deadline_ms, request.client)
             return
         rehearsals = self._rehearsals
         if rehearsals is not None and (replay := rehearsals.arrived(now_ms, request.model, deadline_ms)) is not None:

@@ -383,12 +383,11 @@ def read_gateway_config(raw: Mapping[str, Any]) -> GatewayConfig:
         InvalidInputError: lists every problem. A key file without keys is one, as it would let in everybody.
     """
     config = _checked(parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway"))
-    if config.key_file is None:
-        return config
-    keys = (*config.keys, *read_keys(config.key_file))
-    if not keys:
+    keys = config.keys if config.key_file is None else (*config.keys, *read_keys(config.key_file))
+    if not keys and config.key_file is not None:
         raise refused("key_file", config.key_file, "holds no keys", "Make one with `tenuto key NAME`.")
-    return config.model_copy(update={"keys": keys})
+    check_offline(config.scheduler.name, [f"the key {entry.name}" for entry in keys if entry.offline])
+    return config if config.key_file is None else config.model_copy(update={"keys": keys})
 
 
 def _checked(config: C) -> C:

@@ -247,7 +247,8 @@ class RequestRow(NamedTuple):
     way back. When it `yields`, other requests of its model go first. `offline`: it may cost no other request its
     deadline. `places` has the lengths and types of its inputs,
     as in `RunBatch`. When a client asked for several samples at once, each has a row; these follow each other with the
-    number of the `first`, and `left` of them are not answered. `sizes`: in the order of its model's signature."""
+    number of the `first`, and `left` of them are not answered. `sizes`: in the order of its model's signature.
+    `client`: the name of the key that asks."""
 
     number: int
     model: str
@@ -261,6 +262,7 @@ class RequestRow(NamedTuple):
     left: int = 1
     sizes: tuple[int, ...] = ()
     offline: bool = False
+    client: str = ""
 
 
 class Requests(_Message, tag=10):

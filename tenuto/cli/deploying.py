@@ -111,7 +111,9 @@ class ServingArguments:
         deployment = parse_document(Deployment, whole, origin="options")
         # A wrong name or option must fail here, and not later in a replica.
         make_scheduler(deployment.scheduler, from_plan(deployment.plan), deployment.scheduler_options)
-        check_offline(deployment.scheduler, offline_names(deployment.plan.models, deployment.plan.applications))
+        waits = offline_names(deployment.plan.models, deployment.plan.applications)
+        waits += [f"the key {entry.name}" for entry in deployment.access.keys if entry.offline]
+        check_offline(deployment.scheduler, waits)
         check_policy(deployment.control, deployment.plan)
         deployment.config().check_ports()
         gpus_of(deployment.plan)

@@ -398,15 +398,15 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
 
     # Offline requests -------------------------------------------------------------------------------------------------
 
-    def add_offline(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+    def add_offline(self, now_ms: float, model: int, request_id: int, deadline_ms: float, client: str = "") -> None:
         queue = self._queue_of[model]
         if self._offline is None:
             self._offline = OfflineRequests(self._queues, self._gpulets)
-        self._offline.add(queue.program, request_id, deadline_ms - self._response_ms)
+        self._offline.add(queue.program, client, request_id, deadline_ms - self._response_ms)
         self.next_wake_ms = now_ms
 
     def queued_offline(self, program: int) -> int:
-        return 0 if self._offline is None else len(self._offline.waiting.get(program, ()))
+        return 0 if self._offline is None else self._offline.count(program)
 
     def _run_offline(self, offline: OfflineRequests, now: float) -> float:
         """Send the offline batches that may go now; return when to look again."""

@@ -12,13 +12,13 @@ the last such gpu-let is kept for all of them.
 A program that nobody asks keeps the slack of a request that would come now. Where not even one offline request fits
 into it, one at a time runs once nobody has asked for a minute.
 
-No two programs share a turn: each offline batch is of the program that had none for longest.
+No two programs share a turn: each offline batch is of the program that had none for longest. Within a batch clients
+take turns, and each one's requests go first come, first served.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from itertools import islice
 from math import ceil, exp, sqrt
 
 from tenuto.batching.core.deferred.waiting import WaitingPool, WaitingQueue
@@ -34,7 +34,9 @@ class OfflineRequests:
     """The offline requests that wait. Invariant: a program without any is not in `waiting`."""
 
     def __init__(self, queues: list[WaitingQueue], gpulets: Gpulets[WaitingPool]) -> None:
-        self.waiting: dict[int, dict[int, float]] = {}  # deadlines by program and request; whose turn it is comes first
+        # Requests by program and client; whose turn it is comes first.
+        self.waiting: dict[int, dict[str, dict[int, None]]] = {}
+        self._clients: dict[tuple[int, int], str] = {}  # by program and request
         self._queues = queues
         self._gpulets = gpulets
         self._busy: dict[int, tuple[float, float]] = {}  # by pool: see `_busy_ms`, and when that was
@@ -42,20 +44,29 @@ class OfflineRequests:
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of (deadline, program, request)
         self._since_ms = INF  # when the first came
 
-    def add(self, program: int, request_id: int, deadline: float) -> None:
+    def add(self, program: int, client: str, request_id: int, deadline: float) -> None:
         """Let a request wait."""
-        self.waiting.setdefault(program, {})[request_id] = deadline
+        self.waiting.setdefault(program, {}).setdefault(client, {})[request_id] = None
+        self._clients[program, request_id] = client
         if deadline < INF:
             heappush(self._deadlines, (deadline, program, request_id))
 
     def remove(self, program: int, request_id: int) -> bool:
         """Forget a request; False if it does not wait."""
-        waiting = self.waiting.get(program, {})
-        if waiting.pop(request_id, None) is None:
+        client = self._clients.pop((program, request_id), None)
+        if client is None:
             return False
+        waiting = self.waiting[program]
+        del waiting[client][request_id]
+        if not waiting[client]:
+            del waiting[client]
         if not waiting:
             del self.waiting[program]
         return True
+
+    def count(self, program: int) -> int:
+        """Return how many requests of a program wait."""
+        return sum([len(requests) for requests in self.waiting.get(program, {}).values()])
 
     def note_other(self, pool: WaitingPool, run_ms: float, now: float) -> None:
         """Note that a batch which is not offline takes so long on a gpu-let of a pool."""
@@ -67,11 +78,17 @@ class OfflineRequests:
         return busy_ms * exp((at - now) / ArrivalRate.RECENT_MS)
 
     def take_batch(self, program: int, count: int) -> list[int]:
-        """Remove and return the requests of a program that came first. It is the turn of other programs then."""
-        waiting = self.waiting.pop(program)
-        ids = list(islice(waiting, count))
-        for request_id in ids:
-            del waiting[request_id]
+        """Remove and return so many requests of a program, of each client in turn. It is the turn of other programs
+        then."""
+        waiting, ids = self.waiting.pop(program), list[int]()
+        while waiting and len(ids) < count:
+            client = next(iter(waiting))
+            requests = waiting.pop(client)
+            request_id = next(iter(requests))
+            del requests[request_id], self._clients[program, request_id]
+            ids.append(request_id)
+            if requests:
+                waiting[client] = requests
         if waiting:
             self.waiting[program] = waiting
         return ids
@@ -97,12 +114,12 @@ class OfflineRequests:
         """Return the program and the size of the offline batch that may start on a gpu-let then; size 0: none."""
         ends_ms = self._ends_ms.setdefault(pool.index, {})
         rivals, lately = self._rivals(pool, now, None, INF), None
-        for program, waiting in self.waiting.items():
+        for program in self.waiting:
             run = pool.run.get(program)
             if run is not None:
                 begin = max(starts_at, now + self._gpulets.way_ms(1))
                 factor = self._gpulets.factor(program, gpulet)
-                most = min(len(waiting), len(run) - 1)
+                most = min(self.count(program), len(run) - 1)
                 size = self._largest(pool, rivals, run, factor, begin, now, most, 0)
                 if not size:
                     lately = self._rivals(pool, now, None, _UNASKED_MS) if lately is None else lately
@@ -115,11 +132,10 @@ class OfflineRequests:
     def beside(self, queue: WaitingQueue, pool: WaitingPool, size: int, end_by: float, now: float) -> int:
         """Return how many offline requests of its program a batch of so many may take along, if it must end by a
         time."""
-        waiting = self.waiting.get(queue.program)
-        if waiting is None:
+        if queue.program not in self.waiting:
             return 0
         run, factor = pool.run[queue.program], queue.batch.factor
-        most = min(len(waiting), len(run) - 1 - size)
+        most = min(self.count(queue.program), len(run) - 1 - size)
         begin = now + self._gpulets.way_ms(size)
         while most > 0 and begin + factor * run[size + most] > end_by:
             most //= 2

@@ -243,6 +243,7 @@ class DispatcherClient:
         samples: Samples | None = None,
         sizes: tuple[int, ...] = (),
         offline: bool = False,
+        client: str = "",
     ) -> Request:
         """Take one request; it is refused here only when its dispatcher is absent. See `Dispatcher.admit`."""
         group = self._group_of[model]
@@ -264,6 +265,7 @@ class DispatcherClient:
             samples=samples,
             sizes=sizes,
             offline=offline,
+            client=client,
         )
         if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
@@ -381,6 +383,7 @@ class DispatcherClient:
                 *_together(request),
                 request.sizes,
                 request.offline,
+                request.client,
             )
             for request in requests
             if request.id in peer.waiting

@@ -166,6 +166,7 @@ class InferCall(msgspec.Struct, eq=False):
             samples=samples,
             sizes=sizes,
             offline=self._offline,
+            client=self._exchange.key,
         )
         if not self._is_over:
             self._open.append(request)

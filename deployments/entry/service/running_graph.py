@@ -397,6 +397,7 @@ class RunningGraph:
                 yields=self._yields,
                 sizes=sizes,
                 offline=self._offline,
+                client="" if self._caller is None else self._caller.name,
             )
         except KeyError:
             self.lost(place, Refused(Outcome.FAILED, f"'{stage.model}' was removed from the plan"))

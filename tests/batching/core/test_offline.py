@@ -111,6 +111,23 @@ def test_models_take_turns(system: System) -> None:
     assert programs == [0, 1, 0, 1]
 
 
+def test_clients_take_turns_however_many_each_has_sent(system: System) -> None:
+    core = deferred(system)
+    for number in range(100):
+        core.add_offline(0.0, 1, number, math.inf, "many")
+    for number in range(100, 103):
+        core.add_offline(0.0, 1, number, math.inf, "few")
+    core.add_offline(0.0, 1, 103, math.inf, "one")
+    assert core.cancel(0.0, 1, 103)
+    ((_, first),) = batches(drained(core, 0.0))
+    assert first[:7] == [0, 100, 1, 101, 2, 102, 3]
+    assert core.queued_offline(1) == 103 - len(first)
+    core.batch_done(99.0, 0)
+    core.add_offline(99.0, 1, 104, math.inf, "one")
+    ((_, second),) = batches(drained(core, 99.0))
+    assert second[:3] == [len(first) - 3, 104, len(first) - 2]
+
+
 def test_with_a_delay_to_the_gpulet_the_next_batch_is_sent_ahead() -> None:
     models = [("a", 1.0, 5.0, 60.0, 1.0), ("b", 1.0, 9.0, 1000.0, 1.0)]
     core = deferred(everywhere_linear(models, 1, NetworkDelay(ctrl_ms=1.0, response_ms=1.0)))

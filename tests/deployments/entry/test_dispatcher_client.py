@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -24,7 +25,7 @@ from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service.dispatching import ask
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.sub_clusters import cut_plan
-from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.answers import Answer, Executed, Refused
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import InputPart
@@ -435,6 +436,33 @@ class Noting:
     def executed(self, request: Request, executed: Executed, row: int) -> None: ...
 
     def refused(self, request: Request, refused: Refused) -> None: ...
+
+
+async def test_keys_take_turns_with_what_waits_offline(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(
+        make_plan(("a", ("m",)), slo_ms=60_000.0),
+        gpulet,
+        scheduler=lambda plan, network: make_scheduler("deferred", from_plan(plan, network)),
+    )
+    gateway = await cluster.gateway()
+    order = list[str]()
+
+    def send(client: str) -> asyncio.Future[Answer]:
+        future = ask(gateway, "m", [InputPart(X[0])], slo_ms=math.inf, offline=True, client=client)
+        future.add_done_callback(lambda _: order.append(client))
+        return future
+
+    futures = [send("anna") for _ in range(16)]
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    futures.append(send("ben"))
+    assert cluster.server is not None
+    offline = cluster.server.dispatcher.accounts.offline["m"]
+    await until(lambda: offline.submitted == len(futures))
+    gpulet.hold = False
+    gpulet.release()
+    await asyncio.wait_for(asyncio.gather(*futures), PATIENCE_S)
+    assert order.index("ben") < 12  # behind the batches that were sent before it came, and not behind all
 
 
 async def test_memory_is_held_until_the_dispatcher_says_that_nobody_reads_it(start: Start) -> None:

@@ -44,6 +44,14 @@ def test_wrong_limits_are_refused(wrong: dict[str, Any]) -> None:
         read_gateway_config({**user_config, "offline": wrong})
 
 
+def test_an_offline_key_needs_a_scheduler_that_runs_offline_work() -> None:
+    user_config = deployed().config().entry.user_config.to_data()
+    user_config["keys"] = [{"name": "night", "sha256": "0" * 64, "offline": True}]
+    assert read_gateway_config({**user_config, "scheduler": {"name": "deferred"}}).keys[0].offline
+    with pytest.raises(InvalidInputError, match="runs no offline work, and the key night waits"):
+        read_gateway_config({**user_config, "scheduler": {"name": "eager"}})
+
+
 def test_metrics_show_the_store_only_where_there_is_one() -> None:
     status = SystemStatus(models={}, offline=OfflineStatus(5, 1, 20, 7, 3, problem="the disk is full"))
     lines = set(render_metrics(status).splitlines())
