@@ -9,12 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tenuto.batching.applications.application_graph import ApplicationGraph
-from tenuto.batching.core.gathering import usual_batch
 from tenuto.batching.core.system import INF, System
-
-# Fitted: where models share gpu-lets, the part of the way to a newer, shorter time by which the longest time lately
-# comes down, on random graphs. With a quarter of it 0.3 points less are in time; twice as much costs 0.2.
-_STEP = 1 / 16
 
 
 class StageTimes:
@@ -22,14 +17,11 @@ class StageTimes:
 
     `least_ms` is by model: what a request takes from when it is sent to its answer if it runs at once, alone, on the
     fastest gpu-let; of a model that generates, one token behind a prompt of one. A model without an entry takes no time
-    at least. `blocked_ms` is by model: how long a batch of another model keeps a request from the gpu-lets of its
-    model; without an entry there is no other model.
+    at least.
     """
 
-    def __init__(
-        self, least_ms: Mapping[str, float] | None = None, blocked_ms: Mapping[str, float] | None = None
-    ) -> None:
-        self._least_ms, self._blocked_ms = dict(least_ms or {}), dict(blocked_ms or {})
+    def __init__(self, least_ms: Mapping[str, float] | None = None) -> None:
+        self._least_ms = dict(least_ms or {})
         self._graphs: dict[int, GraphTimes] = {}  # by the identity of the graph, which each of them holds
 
     def of(self, graph: ApplicationGraph) -> GraphTimes:
@@ -42,7 +34,7 @@ class StageTimes:
         """Take the planned latencies of this system's models from now on."""
         network = system.network
         fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
-        self._least_ms, self._blocked_ms, self._graphs = {}, _blocked_ms(system), {}
+        self._least_ms, self._graphs = {}, {}
         for hosts in system.distinct_hosts():
             for program, host in hosts.items():
                 for model in system.programs[program].members:
@@ -56,10 +48,6 @@ class StageTimes:
         """Return what a request to a model takes at least."""
         return self._least_ms.get(model, 0.0)
 
-    def blocked_ms(self, model: str) -> float:
-        """Return how long a batch of another model keeps a request from the gpu-lets of its model."""
-        return self._blocked_ms.get(model, 0.0)
-
 
 class GraphTimes:
     """How long the stages of one application take, by stage.
@@ -68,9 +56,7 @@ class GraphTimes:
     `needs_behind_ms` what the stages behind it need. How long those took lately at the longest begins with what is
     planned, and after each loss is at least that.
 
-    Where every model has its own gpu-lets, a longer time fades within about an SLO: what a deadline led to is known so
-    much later, when the request has ended. Where models share gpu-lets, those with the least time left go first, and
-    the stages behind need less of it kept: a longer time fades with every request.
+    A longer time fades within about an SLO: what a deadline led to is known so much later, when the request has ended.
     """
 
     def __init__(self, graph: ApplicationGraph, times: StageTimes) -> None:
@@ -80,27 +66,22 @@ class GraphTimes:
             0.0 if stage.allow_missing else ms for stage, ms in zip(graph.stages, self.least_ms, strict=True)
         ]
         self.needs_behind_ms = graph.longest_behind(self.needs_ms)
-        self._weights = [stage.budget_ms + times.blocked_ms(stage.model) for stage in graph.stages]
-        self._planned_behind_ms = graph.longest_behind(self._weights)
+        self._planned_behind_ms = graph.longest_behind([stage.budget_ms for stage in graph.stages])
         self._lately_behind_ms = self._planned_behind_ms.copy()
-        self._shares_gpulets = any(times.blocked_ms(stage.model) for stage in graph.stages)
         self._noted_ms = INF  # when the last request was answered
 
     def behind_ms(self, stage: int, left_ms: float) -> float:
         """Return how much of the time that is left the stages behind one that begins now keep: their part by planned
-        budgets, or as long as they took lately where that is less, and at least what they need.
-
-        Planned budgets are those of models that wait for no other. What keeps a model from its gpu-lets is added.
-        """
+        budgets, or as long as they took lately where that is less, and at least what they need."""
         planned_ms = self._planned_behind_ms[stage]
-        part_ms = left_ms * planned_ms / (self._weights[stage] + planned_ms)
+        part_ms = left_ms * planned_ms / (self._graph.stages[stage].budget_ms + planned_ms)
         return max(self.needs_behind_ms[stage], min(self._lately_behind_ms[stage], planned_ms, part_ms))
 
     def note_answer(self, due_ms: Sequence[float], ended_ms: Sequence[float]) -> None:
         """Take note of when the stages of a request of the application were due, and when each had ended."""
         ends_ms = list(ended_ms)  # of each stage with all that come behind it
         now = max(ended_ms)
-        faded = _STEP if self._shares_gpulets else 1.0 - math.exp(-max(0.0, now - self._noted_ms) / self._graph.slo_ms)
+        faded = 1.0 - math.exp(-max(0.0, now - self._noted_ms) / self._graph.slo_ms)
         self._noted_ms = now
         for stage in reversed(self._graph.order):
             behind_ms = 0.0
@@ -113,20 +94,3 @@ class GraphTimes:
     def note_loss_behind(self, stage: int) -> None:
         """Take note of a request of the application that was lost behind a stage."""
         self._lately_behind_ms[stage] = max(self._lately_behind_ms[stage], self._planned_behind_ms[stage])
-
-
-def _blocked_ms(system: System) -> dict[str, float]:
-    """Return, by model, the longest batch of another program beside it, as a mean over its gpu-lets. Batches take half
-    of their SLO."""
-    batch_ms: dict[int, float] = {}
-    for hosts in system.distinct_hosts():
-        for program, host in hosts.items():
-            size = usual_batch(host.planned_ms(), system.offered[program].slo_ms)
-            batch_ms[program] = max(host.planned_batch_ms(size), batch_ms.get(program, 0.0))
-    waits_ms: dict[str, list[float]] = {}
-    for gpulet in system.gpulets:
-        for program in gpulet.hosts:
-            wait_ms = max((batch_ms[other] for other in gpulet.hosts if other != program), default=0.0)
-            for name in {system.models[member].name for member in system.programs[program].members}:
-                waits_ms.setdefault(name, []).append(wait_ms)
-    return {name: sum(waits) / len(waits) for name, waits in waits_ms.items()}

@@ -140,9 +140,7 @@ def test_what_cannot_end_costs_nothing_more() -> None:
     joins = Joins(load)
     joins.follow(everywhere(work, Cluster.parse("v100:1"), Profiles(())))  # a request takes 5 ms at least
     at_ms, rows = load.calls[0][1], [rows_of(load, 0, stage) for stage in range(4)]
-    assert joins.arrived(rows[0][0], at_ms) == pytest.approx(
-        at_ms + 120.0 * 75 / 195
-    )  # budgets 60, 30, 30; 15, 30, 30 beside
+    assert joins.arrived(rows[0][0], at_ms) == pytest.approx(at_ms + 60.0)  # budgets 60, 30, 30
     assert joins.answered(rows[0], at_ms + 111) == []
     assert joins.outcome[0] == Outcome.EXPIRED
 

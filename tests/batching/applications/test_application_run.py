@@ -183,12 +183,6 @@ def test_the_next_stage_has_what_an_early_one_leaves_and_all_share_what_it_lacks
     assert run.deadline_ms(1, 40.0) == 60.0  # a third of what is left, as the plan has it
 
 
-def test_a_stage_that_others_keep_from_its_gpulets_has_more_of_the_time() -> None:
-    graph = graph_of((), (0,), (1,), budget_ms=30.0)
-    run = ApplicationRun(graph, 0.0, SLO_MS, StageTimes(blocked_ms={"m1": 60.0}))
-    assert [run.deadline_ms(0, 0.0), run.deadline_ms(1, 20.0)] == [20.0, 80.0]  # 30, 90 and 30 of 150
-
-
 def end_stages(graph: ApplicationGraph, times: StageTimes, at_ms: float, *took_ms: float) -> ApplicationRun:
     """Begin a run at a time, and end its first stages one after another; each took so long."""
     run, now = ApplicationRun(graph, at_ms, at_ms + SLO_MS, times), at_ms
@@ -200,23 +194,18 @@ def end_stages(graph: ApplicationGraph, times: StageTimes, at_ms: float, *took_m
     return run
 
 
-@pytest.mark.parametrize("apart_ms", [0.0, SLO_MS])
-def test_a_stage_has_the_time_that_those_behind_it_took_less_lately_until_one_of_them_is_late(apart_ms: float) -> None:
-    shares_gpulets = not apart_ms  # then the requests count, however short the time is in which they are answered
-    times, graph = (
-        StageTimes(blocked_ms={"m0": 1e-6} if shares_gpulets else None),
-        graph_of((), (0,), (1,), budget_ms=30.0),
-    )
+def test_a_stage_has_the_time_that_those_behind_it_took_less_lately_until_one_of_them_is_late() -> None:
+    times, graph = StageTimes(), graph_of((), (0,), (1,), budget_ms=30.0)
 
     def left_ms(stage: int) -> float:
         return end_stages(graph, times, 0.0, 5.0).deadline_ms(stage, 0.0)
 
     first = run_of(graph).deadline_ms(0, 0.0)
     for place in range(200):
-        end_stages(graph, times, place * apart_ms, 5.0, 10.0, 5.0)
+        end_stages(graph, times, place * SLO_MS, 5.0, 10.0, 5.0)
     assert first == 40.0  # of 100 ms, 60 are planned for those behind it
     assert left_ms(0) == pytest.approx(SLO_MS - 15.0, abs=0.1)  # those behind it took 15 ms
-    end_stages(graph, times, 200 * apart_ms, 5.0, 20.0, 5.0)
+    end_stages(graph, times, 200 * SLO_MS, 5.0, 20.0, 5.0)
     assert left_ms(1) == pytest.approx(SLO_MS - 5.0, abs=0.1)
     assert left_ms(0) == pytest.approx(SLO_MS - 25.0, abs=0.1)
     lost = end_stages(graph, times, 0.0, 5.0)
@@ -311,6 +300,3 @@ def test_the_least_time_of_a_model_is_that_of_a_lone_request_on_its_way() -> Non
     network = NetworkDelay(ctrl_ms=1.0, data_ms_per_request=0.5, response_ms=2.0)
     times.follow(everywhere(workload(traffic()), Cluster.parse("v100:1"), Profiles(()), network))
     assert times.least_ms("traffic.a") == pytest.approx(8.5)
-    # Beside it, a batch of the detector takes half of 60 ms: 26 requests.
-    assert times.blocked_ms("traffic.a") == pytest.approx(30.0)
-    assert times.blocked_ms("traffic.ssd") == pytest.approx(15.0)
