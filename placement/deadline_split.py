@@ -25,8 +25,8 @@ _SAVES = 0.005  # derived: a batch that saves less than this part of the next sm
 _GAP = 1e-3  # limit: of the cost, at which the integer program ends
 _BUSY = 0.7  # derived: of a GPU's time; Poisson requests then wait for 1.2 batches in the mean (M/D/1), as is left here
 _FASTER = 0.9  # format: of the time of a batch; explained is what that saves
-# Derived: as a plan needs whole GPUs, a few percent more of their time cost nothing mostly, and a tenth a GPU in ten.
-CANDIDATES = (0.03, 0.1)
+_SPARED = 0.03  # derived: of GPU time; as a plan needs whole GPUs, a few percent more cost nothing mostly
+_SMALL = 4  # derived: of requests; with 1, 0.1 points less of random graphs' requests are in time
 # Derived: powers of two of one stage's budget, of which the others get the rest. In one of eight random workloads 99 %
 # are in time on one GPU less with half of a budget, and 98.6 % with the splits of least GPU time.
 SHORTER = (0.5, 0.25)
@@ -140,7 +140,7 @@ class _Split:
 
     def __init__(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
         self._specs, self._costs = {m.name: m for m in workload.models}, costs_of(workload, cluster, profiles)
-        self._cluster = cluster
+        self._workload, self._cluster = workload, cluster
         known = [a for a in online(workload.applications) if all(self._costs.get(a.model_name(s)) for s in a.stages)]
         self.free = [application for application in known if not is_split(application)]
         self.names = [*dict.fromkeys(application.model_name(s) for application in known for s in application.stages)]
@@ -171,6 +171,19 @@ class _Split:
         fastest = [of[0] for of in choices.values()]
         return sum(choice.cost for choice in fastest), dict(zip(choices, (c.needs_ms for c in fastest), strict=True))
 
+    def small_batches(self) -> dict[str, float]:
+        """Return what a small batch of each model takes on the fastest GPU type, in ms; of one that generates, its
+        SLO."""
+        fixed = [name for name in self.names if self._specs[name].generates is None]
+        small = {name: min(on.steps()[: _SMALL + 1][-1] for on in self._costs[name].values()) for name in fixed}
+        return {name: self._specs[name].slo_ms for name in self.names} | small
+
+    def dealt_out(self, needs_ms: Mapping[str, float]) -> Workload:
+        """Return the workload with budgets in proportion to what the models need."""
+        given = self._workload.applications
+        split = [_dealt_out(a, needs_ms, self.writing_ms) if a in self.free else a for a in given]
+        return self._workload.with_budgets(split)
+
     def _choices(self, name: str, patience: float, times: float) -> list[BatchChoice]:
         """Return the choices of a model within what else asks it, or only the fastest. One that generates has one."""
         spec = self._specs[name]
@@ -181,9 +194,8 @@ class _Split:
         return [choice for place, choice in enumerate(choices) if not place or choice.needs_ms <= self._limits_ms[name]]
 
 
-def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles, more: float = CANDIDATES[0]) -> Workload:
-    """Return the workload with a budget for every stage of its applications. The part `more` of GPU time above the
-    least may be spent for spare time.
+def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles) -> Workload:
+    """Return the workload with a budget for every stage of its applications.
 
     Applications that are split already stay so, and so do those with a stage of which nobody says what it costs. When
     not even batches of one end in time, the deadline is split in proportion to what these take.
@@ -193,9 +205,7 @@ def split_deadlines(workload: Workload, cluster: Cluster, profiles: Profiles, mo
     split = _Split(workload, cluster, profiles)
     if not split.free:
         return workload
-    needs_ms = split.least_budgets(more)[1]
-    dealt_out = (_dealt_out(a, needs_ms, split.writing_ms) if a in split.free else a for a in workload.applications)
-    return workload.with_budgets([*dealt_out])
+    return split.dealt_out(split.least_budgets(_SPARED)[1])
 
 
 def savings(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[str, float]:
@@ -209,20 +219,19 @@ def savings(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[st
 
 
 def candidate_splits(workload: Workload, cluster: Cluster, profiles: Profiles) -> Iterator[Workload]:
-    """Yield the workload with different splits of the deadlines that may be the best, the likeliest first."""
+    """Yield the workload with different splits of the deadlines that may be the best, the likeliest first: of the least
+    GPU time, in proportion to what small batches take, and even."""
     given = workload.applications
     if all(map(is_split, given)):
         yield workload
         return
-    seen = list[Workload]()
-    for more in CANDIDATES:
-        split = split_deadlines(workload, cluster, profiles, more)
-        if split not in seen:
-            yield split
-        seen.append(split)
+    yield (least := split_deadlines(workload, cluster, profiles))
+    split = _Split(workload, cluster, profiles)
+    if (small := split.dealt_out(split.small_batches())) != least:
+        yield small
     even = [a if is_split(a) else _dealt_out(a, dict.fromkeys(map(a.model_name, a.stages), 1.0)) for a in given]
-    if (split := workload.with_budgets(even)) not in seen:
-        yield split
+    if (evenly := workload.with_budgets(even)) not in (least, small):
+        yield evenly
 
 
 def shortened_splits(workload: Workload, split: Workload) -> Iterator[Workload]:

@@ -17,7 +17,7 @@ from tenuto_lab.house.sources import Source, checkout, read_sources
 from tenuto_lab.house.walk import summary, walked
 from tenuto_lab.verbs.lab import command
 
-MOST_FITTED = 61
+MOST_FITTED = 60
 
 
 @pytest.mark.parametrize(
