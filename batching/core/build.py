@@ -257,14 +257,15 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
 
 def with_stages(system: System, applications: Sequence[Application]) -> System:
     """Return the system with weights of models by what their requests are worth to the applications that ask them, and
-    with bounds on how long those are held for larger batches that other stages wait for.
+    with bounds on how long those are held for larger batches.
 
     A request of an application is worth 1 when it is answered. When one of its stages is complete, it is worth the part
     of its GPU time that it has had by then: so much is lost with it. Of stages that run beside this one, it has had
     half of their time in the mean. The requests of the stage share that. The worth of a shared model's request is the
     mean over all that ask it; what clients ask by themselves is worth 1.
 
-    Stages behind can use the time for which a request is held. So it is held for at most as long as it takes alone.
+    The time for which a request is held is lost to the stages behind it, and to bursts. So it is held for at most as
+    long as it takes alone.
     """
     applications = online(applications)
     alone_ms: dict[str, float] = {}
@@ -278,7 +279,6 @@ def with_stages(system: System, applications: Sequence[Application]) -> System:
     for planned in (each for each in system.generating if each.rate_rps):
         name = system.models[planned.model].name
         cost_ms[name] = min(1000.0 / planned.rate_rps, cost_ms.get(name, INF))
-    awaited = {app.model_name(app.stage(label)) for app in applications for s in app.stages for label in s.after}
     rates: dict[str, float] = {}
     worth_rps: dict[str, float] = {}
     for app in applications:
@@ -301,7 +301,7 @@ def with_stages(system: System, applications: Sequence[Application]) -> System:
             alone_rps = max(0.0, (model.rate_rps or stage_rps) - stage_rps)
             worth = (alone_rps + worth_rps[model.name]) / (alone_rps + stage_rps)
             model = replace(model, weight=model.weight * worth)
-        if model.name in awaited and model.name in alone_ms:
+        if model.name in rates and model.name in alone_ms:
             hold_ms = min(alone_ms[model.name], INF if model.longest_hold_ms is None else model.longest_hold_ms)
             model = replace(model, longest_hold_ms=hold_ms)
         models.append(model)

@@ -73,9 +73,9 @@ def test_a_stages_requests_are_worth_what_is_lost_with_them() -> None:
     weights = {model.name: model.weight for model in models}
     # Of four equal requests, one is done after `detect`, three after `read`, which share the worth, and all at the end.
     assert weights == pytest.approx({"ocr.detect": 0.25, "ocr.read": 0.375, "shared": 1.0})
-    # Those that others wait for are held for as long as one takes alone.
+    # They are held for as long as one takes alone.
     holds_ms = {model.name: model.longest_hold_ms for model in models}
-    assert holds_ms == {"ocr.detect": 5.0, "ocr.read": 5.0, "shared": None}
+    assert holds_ms == {"ocr.detect": 5.0, "ocr.read": 5.0, "shared": 5.0}
 
     first = {**application, "stages": [{**stages[2], "after": []}, {**stages[0], "after": ["shared"]}]}
     work = parse_document(Workload, {"models": [shared], "applications": [first]}, origin="w.yaml")
