@@ -230,13 +230,13 @@ def _plan_cell(job: _Job, task: FleetTask) -> tuple[Plan | None, Plan | None]:
         if before is None or not before.gpulets or not job.workload.models:
             plan = _on_fewest(question, job.used)
         else:
-            plan = _successor(question, before)
+            plan = _successor(question, before, job.used)
         return before, drained(plan, job.cell.cluster, places) if places else plan
     except InvalidInputError as error:
         raise InvalidInputError([f"cell {job.cell.name}: {line}" for line in str(error).splitlines()]) from error
 
 
-def _successor(task: PlanTask, before: Plan) -> Plan:
+def _successor(task: PlanTask, before: Plan, used: Mapping[Kind, float]) -> Plan:
     """Return the plan near the one that runs. What it no longer needs ends only where the whole load fell below the
     band; a plan that still serves all is taken as it is, because none changes less."""
     models = task.workload.models
@@ -249,12 +249,12 @@ def _successor(task: PlanTask, before: Plan) -> Plan:
         if not unchanged.unserved_reasons:
             return unchanged
     most = len(task.cluster.gpus) * len(models)
-    return make_plan(replace(task, running=replace(task.replaced, most_changes=most, promises="larger")))
+    return _on_fewest(replace(task, running=replace(task.replaced, most_changes=most, promises="larger")), used)
 
 
 def _is_in_band(plan: Plan, workload: Workload) -> bool:
     """Return whether a plan goes on for a workload: for the same models on the same terms, none of which is asked for
-    more than a promise stands, and all together for no less than that."""
+    more than its promise stands, and all together for no less than that."""
     planned = {app.name: app for app in plan.applications}
     apps = tuple(_as_planned(app, planned.get(app.name)) for app in workload.applications)
     now = {spec.name: spec for spec in workload.with_budgets(apps).models}
@@ -263,7 +263,8 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
         return False
     ratios = [spec.rate_rps / then[name] for name, spec in now.items()]
     offered = sum(then[name] * ratio for name, ratio in zip(now, ratios, strict=True))
-    return all(ratio <= _BAND for ratio in ratios) and offered >= sum(then.values()) / _BAND
+    most = 1.0 if plan.unserved_reasons else _BAND  # a promise near the limit of its GPUs stands no more
+    return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / _BAND
 
 
 def _as_planned(app: Application, planned: Application | None) -> Application:
@@ -275,12 +276,14 @@ def _as_planned(app: Application, planned: Application | None) -> Application:
 
 
 def _on_fewest(task: PlanTask, used: Mapping[Kind, float]) -> Plan:
-    """Return a plan on about as few GPUs of a cell as serve all as asked: first on those that a fluid takes, then on
-    more and more."""
+    """Return a plan on about as few GPUs of a cell as serve all as asked: first on those that a fluid takes, or that
+    the running plan uses, then on more and more."""
     prices, by_kind = task.cluster.prices, defaultdict[Kind, list[str]](list)
-    for gpu in task.cluster.gpus:
+    runs = () if task.running is None else {*task.running.plan.used_gpus}
+    for gpu in sorted(task.cluster.gpus, key=lambda gpu: gpu.id not in runs):
         by_kind[kind_of(gpu, prices)].append(gpu.id)
-    counts = {kind: min(len(ids), math.ceil(used.get(kind, 0.0) - 1e-6)) for kind, ids in by_kind.items()}
+    least = {kind: sum(gpu in runs for gpu in ids) for kind, ids in by_kind.items()}
+    counts = {k: min(len(ids), max(least[k], math.ceil(used.get(k, 0.0) - 1e-6))) for k, ids in by_kind.items()}
     for number in range(_TRIES + 1):
         if number == _TRIES:
             counts = {kind: len(ids) for kind, ids in by_kind.items()}
@@ -288,7 +291,8 @@ def _on_fewest(task: PlanTask, used: Mapping[Kind, float]) -> Plan:
         cluster = task.cluster.model_copy(update={"left_out": (*(task.cluster.left_out or ()), *aside)})
         plan = make_plan(task.on(cluster))
         growing = [kind for kind, ids in by_kind.items() if counts[kind] < len(ids)]
-        if not plan.unserved_reasons or not growing:
+        leaves_idle = len(plan.used_gpus) < sum(counts.values())  # so that more would not help
+        if not plan.unserved_reasons or not growing or leaves_idle:
             break
         lacks = 1.0 - plan.expected.goodput_rps / max(1e-9, sum(spec.rate_rps for spec in plan.models))
         for kind in [kind for kind in growing if counts[kind]] or growing[:1]:

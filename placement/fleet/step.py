@@ -112,18 +112,21 @@ def check_step(step: FleetStep, seen: Mapping[str, SeenCell], traffic_id: str | 
         seen: what each cell says now.
         traffic_id: the step whose weights the proxies say that they have; None: nobody was asked, or nobody says.
     """
-    states, problems = dict[str, str](), list[str]()
+    states, problems, is_stale = dict[str, str](), list[str](), False
     for change in step.changes:
         cell = seen.get(change.cell, SeenCell(None))
-        done = cell.running == change.after
-        states[change.cell] = "done" if done else "to do" if cell.running == change.before else "does not answer"
+        running = change.before if cell.running is None and change.before == NOTHING_RUNS else cell.running
+        states[change.cell] = {change.after: "done", change.before: "to do"}.get(running or "", "does not answer")
+        if running is None:
+            problems.append(f"{change.cell} does not answer, so that nobody knows what runs there")
         if cell.running not in (None, change.after, change.before):
-            states[change.cell] = "runs another plan"
+            states[change.cell], is_stale = "runs another plan", True
             problems.append(f"{change.cell} runs neither the plan before nor the new one: somebody else changed it")
         if cell.unready:
             problems.append(f"{change.cell} is not to be changed now: {cell.unready}")
-    for name, running in step.others.items():
-        if seen.get(name, SeenCell(None)).running not in (None, running):
+    for name, before in step.others.items():
+        if seen.get(name, SeenCell(None)).running not in (None, before):
+            is_stale = True
             problems.append(f"{name} runs another plan than when the step was made")
     open_in = {p: [c for c in step.changes if c.phase == p and states[c.cell] != "done"] for p in PHASES}
     room = [*open_in["canary"], *open_in["room"]]
@@ -132,8 +135,7 @@ def check_step(step: FleetStep, seen: Mapping[str, SeenCell], traffic_id: str | 
     if room and (released or has_traffic):
         what = f"{', '.join(released)} gave models up" if released else "the proxies have the new weights"
         problems.append(f"out of order: {what} before {', '.join(c.cell for c in room)} had room")
-    stale = any("another plan" in text or "neither" in text for text in problems)
-    if stale:
+    if is_stale:
         todo = "observe the fleet and plan again; nothing of this step needs to be taken back"
     elif room:
         todo = f"deploy {room[0].file} to {room[0].cell}"

@@ -311,6 +311,7 @@ def test_a_step_out_of_order_stale_or_beside_another_one_is_said() -> None:
     assert busy.problems == (f"{first} is not to be changed now: it is changing: more load",)
     silent = check_step(step, seen(now) | {first: SeenCell(None)}, None)
     assert silent.states[first] == "does not answer"
+    assert silent.problems == (f"{first} does not answer, so that nobody knows what runs there",)
 
 
 def test_a_step_sees_that_another_step_changed_a_cell_that_it_leaves_alone() -> None:
@@ -330,6 +331,8 @@ def test_the_canary_is_first() -> None:
     files = {name: f"{name}.yaml" for name in first.plans}
     step = make_step(first, before, files, fleet="f", version="1", canary="c2")
     assert [change.cell for change in step.changes] == ["c2", "c1", "c3"]
+    begin = check_step(step, {}, None)  # where nothing runs yet, nothing answers
+    assert ({*begin.states.values()}, begin.problems, begin.todo) == ({"to do"}, (), "deploy c2.yaml to c2")
 
 
 def test_a_fingerprint_knows_what_runs_and_not_how_gpulets_are_called() -> None:
