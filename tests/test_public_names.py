@@ -64,7 +64,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
             ("from tenuto import simulate", ("tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
         ),
         # Each is a process of its own, many on one machine: scipy alone is 40 MiB and half a second.
-        (("import tenuto.deployments.gpulet.replica, tenuto.deployments.entry.gateway", ("ray", "torch", "scipy")),),
+        (
+            ("import tenuto.deployments.entry.service.hook_process", ("tenuto.placement", "tenuto.loadgen")),
+            ("import tenuto.deployments.gpulet.replica, tenuto.deployments.entry.gateway", ("ray", "torch", "scipy")),
+        ),
     ],
 )
 def test_an_import_loads_no_other_room(steps: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
