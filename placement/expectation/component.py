@@ -1,7 +1,7 @@
 """What gpu-lets serve that share programs, directly or through others: a *component* of a plan.
 
 It serves what fits into the time of its gpu-lets, less what waiting costs (`queueing`). A batch is gathered for as long
-as its deadline allows.
+as its deadline allows. A program waits for the gpu-lets that host it, which may be few of the component's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tenuto.placement.program import Program
 from tenuto.placement.solver import Rows, linear_program
 
 NOTHING = 1e-4  # derived: formulas and measurements cannot tell a smaller lost part from none
+_SPREADS = 10  # limit: rounds in which requests are spread over gpu-lets
 
 
 @dataclass
@@ -91,17 +92,7 @@ class Component:
         load = sum(flow * self._times_s[k][name] for (name, k), flow in flows.items()) / gpulets
         for name, batch in best.items():
             load += max(0.0, demands[name].rate_rps - self._served_rps(name, flows)) * batch.time_s / gpulets
-        by_weight = self._objective == "weighted"
-        streams = [
-            Stream(
-                demands[name].rate_rps,
-                batch,
-                demands[name].slo_ms,
-                demands[name].weight if by_weight else 1.0,
-                demands[name].dispersion,
-            )
-            for name, batch in best.items()
-        ]
+        streams = [self._stream(name, demands[name].rate_rps, batch) for name, batch in best.items()]
         used = used_part(load, streams, gpulets)
         lost = dict(zip(best, lost_parts(streams, (load - used) * gpulets), strict=True))
         if self._objective == "each" and load > 0.0:  # the model that lost most is served first
@@ -112,13 +103,58 @@ class Component:
         for k, kind in enumerate(self._kinds):
             time = sum(flows.get((name, k), 0.0) * time_s for name, time_s in self._times_s[k].items())
             busy.append(min(1.0, time / len(kind.gpulets)))
+        even = flows
+        if load <= 1.0 and len(self._kinds) > 1 and len(self._names) > 1:
+            even = self._spread()
+            lost |= {name: max(lost.get(name, 0.0), part) for name, part in self._lost_among_hosts(even).items()}
         done = {}
         for name in self._names:
             in_time = 1.0
-            for part in (lost.get(name, 0.0), self._blocked(name, flows)):
+            for part in (lost.get(name, 0.0), self._blocked(name, even)):
                 in_time *= 1.0 - part if part > NOTHING else 1.0
             done[name] = in_time * min(demands[name].rate_rps, self._served_rps(name, flows))
         return ServedInTime(load, done, busy, flows, self._batches)
+
+    def _spread(self) -> Flows:
+        """Return all requests, spread over the gpu-lets of their program as others leave them free."""
+        hosts = {name: [k for k, own in enumerate(self._times_s) if name in own] for name in self._names}
+        flows = {(name, k): self._asked[name].rate_rps / len(on) for name, on in hosts.items() for k in on}
+        busy = [sum(flows[name, k] * time_s for name, time_s in own.items()) for k, own in enumerate(self._times_s)]
+        for name in _SPREADS * self._names:
+            able_rps = {}
+            for k in hosts[name]:
+                busy[k] -= flows[name, k] * self._times_s[k][name]
+                able_rps[k] = max(NOTHING, len(self._kinds[k].gpulets) - busy[k]) / self._times_s[k][name]
+            for k, rps in able_rps.items():
+                flows[name, k] = self._asked[name].rate_rps * rps / sum(able_rps.values())
+                busy[k] += flows[name, k] * self._times_s[k][name]
+        return flows
+
+    def _lost_among_hosts(self, flows: Flows) -> dict[str, float]:
+        """Return the part of their requests that programs lose because these find too much work on all gpu-lets of
+        their program, where these are not all gpu-lets."""
+        among: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name in self._names:
+            among[tuple(k for k, own in enumerate(self._times_s) if name in own)].append(name)
+        parts: dict[str, float] = {}
+        for own, names in among.items():
+            if len(own) in (0, len(self._kinds)):
+                continue
+            gpulets = sum(len(self._kinds[k].gpulets) for k in own)
+            streams = {
+                (name, k): self._stream(name, flows[name, k], self._batches[k][name])
+                for k in own
+                for name in self._batches[k]
+            }
+            load = sum(stream.work for stream in streams.values()) / gpulets
+            lost = lost_parts([*streams.values()], (load - used_part(load, [*streams.values()], gpulets)) * gpulets)
+            worst = dict(zip(streams, lost, strict=True))
+            parts |= {name: max(worst[name, k] for k in own) for name in names}
+        return parts
+
+    def _stream(self, name: str, rate_rps: float, batch: MeanBatch) -> Stream:
+        demand, by_weight = self._asked[name], self._objective == "weighted"
+        return Stream(rate_rps, batch, demand.slo_ms, demand.weight if by_weight else 1.0, demand.dispersion)
 
     def _served_rps(self, name: str, flows: Flows) -> float:
         return sum(flows.get((name, k), 0.0) for k in range(len(self._kinds)))

@@ -36,6 +36,7 @@ from tenuto.placement.program import Gpulet
 from tenuto.placement.workload import Workload
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
+_NOTHING = Traffic({})  # is carried by every plan
 _MOST_EMPTIED = 4  # limit: nodes that are looked at, each with a plan of its own
 SLIGHT = 1e-3  # derived: of attainment; ten times `expectation.outlook.NOTHING`, the noise of promises
 
@@ -158,28 +159,32 @@ class Candidates:
         """Return the policy's plan for everything.
 
         The first attempt plans for every model's whole burst. The second plans for less where models share gpu-lets in
-        the first, unless that plan would not carry the traffic.
+        the first, unless that plan would not carry the traffic. On an elastic cluster it is then made to carry it.
         """
+        traffic = self.running.traffic
 
-        def planned(rates_rps: Mapping[str, float]) -> Plan:
+        def planned(rates_rps: Mapping[str, float], to_carry: Traffic) -> Plan:
             models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in self.workload.models)
             workload = self.workload.model_copy(update={"models": models})
-            plan = self._policys(workload, cluster)
+            plan = self._policys(workload, cluster, to_carry)
             larger = enlarge_batches(plan, self.workload, self._task.profiles, (*self.gpus, *gpus_of(plan)))
             if larger == plan:
                 return plan
             done = complete_successor(larger, larger, self._as_measured(workload, cluster), parts={}, at_most=0)
             return self._as_profiled(done, workload).model_copy(update={"notes": plan.notes})
 
-        traffic = self.running.traffic
-        plan = planned(traffic.upper_rps)
+        plan = smaller = planned(traffic.upper_rps, _NOTHING)
         pooled_rps = _pooled_rps(plan, traffic)
         if pooled_rps != traffic.upper_rps:
-            smaller = planned(pooled_rps)
-            missing = self.missing(smaller).keys()
-            if not missing or missing <= self.missing(plan).keys():
-                return smaller
-        return plan
+            smaller = planned(pooled_rps, _NOTHING)
+        missing = self.missing(smaller).keys()
+        if not missing:
+            return smaller
+        most = self.missing(plan).keys()
+        if not cluster.elastic or self._task.policy.abilities.tries_plans:
+            return smaller if missing <= most else plan
+        smaller = planned(pooled_rps, traffic)
+        return smaller if self.missing(smaller).keys() <= most else planned(traffic.upper_rps, traffic)
 
     def _devices_to_cut(self, counts: Mapping[str, int]) -> list[frozenset[str]]:
         """Return sets of so many GPUs to cut, by type: those with most gpu-lets, of which some can stay, and those with
@@ -276,7 +281,7 @@ class Candidates:
             if spec.name in missing
         )
         update = {"models": short, "applications": (), "merge": "off"}
-        return self._policys(self.workload.model_copy(update=update), self._elastic(types))
+        return self._policys(self.workload.model_copy(update=update), self._elastic(types), _NOTHING)
 
     def _needed_beside_running(self, types: Iterable[str]) -> Counter[str]:
         """Return the GPUs that would carry everything, by type, when what runs stays: those in use, and for what is
@@ -327,9 +332,10 @@ class Candidates:
 
     # --- the policy ---------------------------------------------------------------------------------------------------
 
-    def _policys(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Return the policy's plan for a workload."""
-        task = self._as_measured(workload, cluster)
+    def _policys(self, workload: Workload, cluster: Cluster, traffic: Traffic) -> Plan:
+        """Return the policy's plan for a workload, which on an elastic cluster carries the traffic."""
+        attainment = (1.0 - SLIGHT) * self.running.attainment
+        task = replace(self._as_measured(workload, cluster), traffic=traffic, attainment=attainment)
         return self._as_profiled(plan_anew(task), workload)
 
     def completed(self, plan: Plan, *, adds_replicas: bool = False) -> Plan:

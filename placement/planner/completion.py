@@ -39,6 +39,7 @@ def complete(
     These follow: the latency on each share beside the neighbours, memory and its caps, merged programs, the expected
     goodput, the cost, and the workload's entries. The goodput that the policy itself states is kept as `believed`. With
     `parts`, all replicas stay, and at most `at_most` are added until the plan promises these parts (see `arranged`).
+    By default that is so on an elastic cluster, with the parts that the task names.
 
     Raises:
         InvalidInputError: the plan breaks a rule; it lists all problems.
@@ -63,14 +64,16 @@ def complete(
         }
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
-    scene = PlacementContext(workload, cluster, sharing, task.trial)
+    attainment = None if policy.abilities.tries_plans else task.attainment
+    scene = PlacementContext(workload, cluster, sharing, task.trial, traffic=task.traffic, attainment=attainment)
     tried = [alike_key(gpulet) for gpulet in plan.gpulets] if policy.abilities.tries_plans else None
-    plan = arranged(sharing.completed(plan), scene, parts=parts, at_most=at_most)
-    if parts is not None:
+    before = sharing.completed(plan)
+    plan = arranged(before, scene, parts=parts, at_most=at_most)
+    if parts is not None or (plan is not before and cluster.elastic):
         held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         without = tuple(spec.name for spec in workload.models if spec.name not in held)
         reasons = {name: plan.unserved_reasons.get(name, "no room was found for it") for name in without}
-        plan = plan.model_copy(update={"unserved": without, "unserved_reasons": reasons})
+        plan = plan.model_copy(update={"unserved": without, "unserved_reasons": {**plan.unserved_reasons, **reasons}})
     plan = apply_merging(plan, workload, profiles, sharing.completed)
     plan = with_caps(plan, cluster, scene.contexts_mib)
     notes = list(plan.notes)

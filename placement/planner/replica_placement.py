@@ -9,16 +9,17 @@ function that tries plans.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import context_mib_of
-from tenuto.placement.expectation.outlook import IN_FULL, Outlooks
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.generation_capacity import (
     Carries,
@@ -54,13 +55,24 @@ LEAST_MEMORY = 0.25  # fitted: of the memory of its share, with less of which a 
 class PlacementContext:
     """What a plan is made for and with. On an elastic cluster further GPUs can be had. `sharing` knows what models cost
     and fills in the latencies of a plan with other gpu-lets; `trial` tries what a loss leaves; `carries` judges a
-    gpu-let that generates."""
+    gpu-let that generates. On an elastic cluster a new plan is to promise the part `attainment` of the traffic (None:
+    of the declared rates) in time, unless that is None, or the policy may cut GPUs: then it decides alone."""
 
     workload: Workload
     cluster: Cluster
     sharing: Sharing
     trial: Trial | None = None
     carries: Carries = carried
+    traffic: Traffic | None = None
+    attainment: float | None = None
+
+    @property
+    def least_parts(self) -> Mapping[str, float]:
+        """The part of each model's requests that a new plan is to promise; empty where that is the policy's alone."""
+        is_cut = any(gpu.mig == "managed" for gpu in self.cluster.gpus)
+        if self.attainment is None or is_cut or not self.cluster.elastic:
+            return {}
+        return dict.fromkeys((self.traffic or Traffic.declared(self.workload.models)).mean_rps, self.attainment)
 
     @cached_property
     def contexts_mib(self) -> dict[str, float]:
@@ -79,11 +91,13 @@ def arranged(
         plan: with latencies.
         scene: what it is made for.
         parts: what is placed stays, and replicas are added until the plan promises this part of each model's requests;
-            None: the plan is a new one, which serves enough.
+            None: the plan is a new one, which serves enough or is to promise what the scene says.
         at_most: replicas that may be added.
     """
     constrained = [spec for spec in scene.workload.models if asks(spec) or spec.prefer is not None]
     is_fixed = not scene.cluster.elastic
+    if parts is None and scene.least_parts:
+        parts = scene.least_parts
     if parts is None:
         if not constrained or not plan.gpulets:
             return plan
@@ -237,17 +251,17 @@ class _ReplicaAdder:
 
     def _add_for(self, domain: FailureDomain, hopeless: set[tuple[str, str]]) -> None:
         """Add replicas until models keep enough after a loss, and remember for which ones nothing helps."""
+        short = self._short(self._plan, domain)
         while self._left > 0:
-            short = self._short(self._plan, domain)
             able = {name: missing for name, missing in short.items() if (domain.name, name) not in hopeless}
             if not able:
                 return
             name = max(able, key=lambda name: (able[name], name))
-            better = self._with_one_more(domain, name, sum(short.values()))
+            better = self._with_one_more(domain, name, short)
             if better is None:
                 hopeless.add((domain.name, name))
             else:
-                self._plan = better
+                self._plan, short = better
                 self._left -= 1
 
     def _losses(self) -> Iterator[FailureDomain]:
@@ -262,7 +276,8 @@ class _ReplicaAdder:
             expected = shared_parts(left, self._outlooks.of(left, is_cautious=True).parts)
             parts = least_parts(self._trial(left) if self._trial is not None else None, left, expected)
         else:
-            parts = self._outlooks.promised(plan)[0] if self._promises else self._outlooks.of(plan).parts
+            traffic = self._scene.traffic
+            parts = self._outlooks.promised(plan, traffic)[0] if self._promises else self._outlooks.of(plan).parts
         short = {}
         for name in domain.models:
             spec = self._specs[name]
@@ -273,8 +288,22 @@ class _ReplicaAdder:
                 short[name] = missing * spec.rate_rps
         return short
 
-    def _with_one_more(self, domain: FailureDomain, name: str, before: float) -> Plan | None:
-        """Return the plan with one more replica of a model outside a domain, to make up for the domain's loss.
+    def _short_with(
+        self, place: _Place, plan: Plan, short: Mapping[str, float], together: Iterable[Collection[object]]
+    ) -> dict[str, float]:
+        """Return what `_short` does, while nothing is lost, of the plan with a place taken. `short` is that without it,
+        and `together` what was connected then: what the place does not connect serves what it did."""
+        joined = {(place.gpu.id,), *(replica.name for replica in place.gpulet.models)}
+        connected = joined.union(*(each for each in together if not joined.isdisjoint(each)))
+        changed = plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if (g.gpu,) in connected)})
+        own = self._short(changed, replace(self._nothing, models=self._nothing.models & connected))
+        return {name: missing for name, missing in short.items() if name not in connected} | own
+
+    def _with_one_more(
+        self, domain: FailureDomain, name: str, short: Mapping[str, float]
+    ) -> tuple[Plan, dict[str, float]] | None:
+        """Return the plan with one more replica of a model outside a domain, to make up for the domain's loss, and what
+        models are then short of.
 
         The cheapest replica that makes up for all of the loss is taken; if there is none, the one that makes up for
         most. None: no replica helps.
@@ -282,37 +311,46 @@ class _ReplicaAdder:
         Args:
             domain: that is lost.
             name: of the model.
-            before: what all models are short of after the loss, in requests per second.
+            short: what models are short of after the loss, in requests per second.
         """
-        lacking = sum(self._short(self._plan, self._nothing).values())
-        best: tuple[tuple[float, ...], _Place, Plan] | None = None
-        busy = dict(zip((g.id for g in self._plan.gpulets), self._outlooks.of(self._plan).busy, strict=True))
-        for place in (place for model in self._to_add(domain, name) for place in self._least_busy(domain, model, busy)):
+        before = math.fsum(short.values())
+        lacking = math.fsum(self._short(self._plan, self._nothing).values()) if domain.gpus else 0.0
+        best: tuple[tuple[float, ...], _Place, Plan, dict[str, float]] | None = None
+        now = self._outlooks.of(self._plan, self._scene.traffic)
+        busy = dict(zip((g.id for g in self._plan.gpulets), now.busy, strict=True))
+        names = self._to_add(domain, name, now.parts)
+        is_whole = bool(domain.gpus) or self._plan.objective == "each"  # where all models are judged together
+        held = ((*((gpu,) for gpu in g.gpus), *(replica.name for replica in g.models)) for g in self._plan.gpulets)
+        together = connected_components(() if is_whole else held)
+        for place in (place for model in names for place in self._least_busy(domain, model, busy)):
+            if best is not None and (0.0, *place.cost) > best[0]:
+                continue  # even if it made up for all
             plan = self._with(place)
-            left = self._short(plan, domain)
-            after = sum(left.values())
+            left = self._short(plan, domain) if is_whole else self._short_with(place, plan, short, together)
+            after = math.fsum(left.values())
             rank = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
             if after >= before - SLIGHT or (best is not None and rank >= best[0]):
                 continue
-            if domain.gpus and sum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
+            if domain.gpus and math.fsum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
                 continue  # what is safe after a loss is no gain where it costs every day
-            best = rank, place, plan
+            best = rank, place, plan, left
             if self._trial is not None and name not in left:
                 break  # a trial takes long, and places come in order of their price
         if best is None:
             return None
-        _, place, plan = best
+        _, place, plan, left = best
         bought = self._pool.next_gpu(place.gpu.type) if place.price else None
         if bought is not None:
             self._buyable[place.gpu.type] = bought
-        return plan
+        return plan, left
 
-    def _to_add(self, domain: FailureDomain, name: str) -> Iterator[str]:
+    def _to_add(self, domain: FailureDomain, name: str, parts: Mapping[str, float]) -> Iterator[str]:
         """Yield the models whose replicas may help a model: itself, and of the models with which it shares gpu-lets the
-        one that loses most."""
+        one that loses most. `parts` is what is served when nothing is lost."""
         yield name
         left = domain.without(self._plan)
-        parts = self._outlooks.of(left, is_cautious=bool(domain.gpus)).parts
+        if domain.gpus:
+            parts = self._outlooks.of(left, is_cautious=True).parts
         for names in connected_components([replica.name for replica in g.models] for g in left.gpulets):
             loser = min(sorted(names), key=lambda other: parts.get(other, 1.0))
             if name in names and loser != name:

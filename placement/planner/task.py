@@ -9,6 +9,7 @@ from typing import Literal
 
 from tenuto.outcome import ATTAINED
 from tenuto.placement.cluster import Cluster, Gpu, SpotTerms
+from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.planner.fault_tolerance import Trial
@@ -77,7 +78,8 @@ class PlanTask:
 
     `policy` decides for all models of `workload` on the GPUs of `cluster`, which cost what `profiles` say. `trial`
     tries the plan after each loss that models must survive; without it, formulas expect the result. The plan takes the
-    place of `running`, if there is one.
+    place of `running`, if there is one. On an elastic cluster it is to promise the part `attainment` of the `traffic`,
+    by default of the declared rates. The default of `attainment` is above what is promised of models near the limit.
     """
 
     policy: Policy
@@ -86,6 +88,8 @@ class PlanTask:
     profiles: Profiles
     trial: Trial | None = None
     running: RunningPlan | None = None
+    traffic: Traffic | None = None
+    attainment: float = ATTAINED + 2.0 * NOTHING
 
     @property
     def replaced(self) -> RunningPlan:

@@ -353,7 +353,7 @@ def test_two_gpu_types_under_the_same_names_of_networks(tenuto, tmp_path: Path, 
         ("{name: vgg19, rate_rps: 4000, slo_ms: 100}", "v100:1,a100:1"),
     ],
 )
-@pytest.mark.parametrize("policy", ["symphony", "tenuto"])
+@pytest.mark.parametrize("policy", ["symphony", "ffd", "tenuto"])
 def test_what_is_said_to_serve_all_does(tenuto, tmp_path: Path, entry: str, gpus: str, policy: str) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "w.yaml").write_text(f"models:\n  - {entry}\n")
     quick = ("--option", "requests=500", "--option", "starts=symphony,gpulet") if policy == "tenuto" else ()
@@ -370,19 +370,19 @@ def test_what_is_said_to_serve_all_does(tenuto, tmp_path: Path, entry: str, gpus
 
 
 def test_where_more_gpus_do_not_help_the_last_line_says_why(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    entries = ("{name: resnet50, rate_rps: 3000, slo_ms: 60}", "{name: vgg19, rate_rps: 1000, slo_ms: 60}")
-    (tmp_path / "w.yaml").write_text("models:\n" + "".join(f"  - {entry}\n" for entry in entries))
-    asked = ("plan", "w.yaml", "--profiles", "igniter-v100", "--policy")
-    for policy in ("igniter", "gpulet"):
-        last = tenuto(*asked, policy, "--gpus", "v100:2").out.splitlines()[-1]
-        words = rf"more GPUs do not help: with (\d+) {policy} uses (\d+), and resnet50 gets (\d+) of 3000 rps"
-        found = re.match(words, last)
-        assert found, last
-        ran = tenuto(*asked, policy, "--gpus", f"v100:{found[1]}", "--strict", "--json")
-        expected = Plan.from_data(json.loads(ran.out)).expected
-        assert (ran.code, expected.gpus_used) == (1, int(found[2]))
-        assert expected.models["resnet50"].goodput_rps == pytest.approx(float(found[3]), abs=1.0)
-        assert tenuto(*asked, policy, "--gpus", f"v100:{int(found[1]) + 4}", "--strict").code == 1
+    (tmp_path / "w.yaml").write_text("models:\n  - {name: vgg19, rate_rps: 400, slo_ms: 20}\n")
+    asked = ("plan", "w.yaml", "--profiles", "parvagpu-a100", "--policy", "parvagpu", "--gpus")
+    last = tenuto(*asked, "a100-80gb:1:mig").out.splitlines()[
+        -1
+    ]  # this policy cuts GPUs, and nothing is added to its plan
+    words = r"more GPUs do not help: with (\d+) parvagpu uses (\d+), and vgg19 gets ([\d.]+) of 400 rps"
+    found = re.match(words, last)
+    assert found, last
+    ran = tenuto(*asked, f"a100-80gb:{found[1]}:mig", "--strict", "--json")
+    expected = Plan.from_data(json.loads(ran.out)).expected
+    assert (ran.code, expected.gpus_used) == (1, int(found[2]))
+    assert expected.models["vgg19"].goodput_rps == pytest.approx(float(found[3]), abs=1.0)
+    assert tenuto(*asked, f"a100-80gb:{int(found[1]) + 4}:mig", "--strict").code == 1
 
 
 def test_a_policy_that_cannot_tell_what_is_enough_says_so(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -402,7 +402,8 @@ def test_gpus_that_may_be_cut_and_need_not_be_count_whole(tenuto, tmp_path: Path
     assert last.endswith("--gpus a100-80gb:2:mig")
 
 
-def test_where_no_number_of_gpus_would_do_it_is_said(tenuto) -> None:  # type: ignore[no-untyped-def]
+def test_where_no_number_of_gpus_would_do_it_is_said(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "w.yaml").write_text("models:\n  - {name: xlnet, rate_rps: 10, slo_ms: 5}\n")
     ran = tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:1")
     assert ran.out.splitlines()[-1] == "no number of these GPUs serves: xlnet"
 

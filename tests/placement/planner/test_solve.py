@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import ATTAINED
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Replica, Workload, solve
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.planner import PlanTask, make_plan
 from tenuto.placement.planner.completion import usage_of
 from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy
 from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
 from tests.placement.published import equal_rates, requirement_profile, thesis, v100s
 
 
@@ -176,3 +180,30 @@ def test_a_bought_gpu_with_the_id_of_another_type_costs_what_its_own_type_does()
         policy=PolicyUsed(name="by hand"), gpus=(bought,), gpulets=(Gpulet(id="a", gpu="n0/0", models=(replica,)),)
     )
     assert usage_of(plan, cluster) == {"gpus_used": 1, "cost_per_hour": 3.0}
+
+
+@pytest.mark.parametrize("policy", ["gpulet", "symphony"])
+def test_an_elastic_plan_of_a_policy_that_knows_no_queues_keeps_what_it_promises(policy: str) -> None:
+    profile = load_shipped("symphony-1080ti")
+    rows = ("InceptionResNetV2", "NASNetLarge", "BERT", "VGG19", "ResNet152V2")
+    models = [
+        {"name": row, "rate_rps": 12 + at, "slo_ms": profile.models[row].coefficients["slo_ms"]}
+        for at, row in enumerate(rows)
+    ]
+    workload, profiles = Workload.model_validate({"models": models}), Profiles([profile])
+
+    def planned(cluster: Cluster, attainment: float) -> Plan:
+        return make_plan(PlanTask(load_policy(policy), workload, cluster, profiles, attainment=attainment))
+
+    elastic, fixed = Cluster.parse("1080ti:1", elastic=True), Cluster.parse("1080ti:5")
+    believed = planned(elastic, 0.0)
+    assert believed.unserved_reasons
+    plan = solve(load_policy(policy), workload, elastic, profiles)
+    assert not plan.unserved_reasons
+    assert all(plan.expected.models[spec.name].goodput_rps >= ATTAINED * spec.rate_rps for spec in workload.models)
+    # Many requests of a second do not come in every second: for fewer, less is enough.
+    mean = Traffic({spec.name: 0.7 * spec.rate_rps for spec in workload.models})
+    cheaper = make_plan(PlanTask(load_policy(policy), workload, elastic, profiles, traffic=mean))
+    assert believed.expected.gpus_used <= cheaper.expected.gpus_used <= plan.expected.gpus_used
+    assert all(part >= ATTAINED for part in Outlooks().promised(cheaper, mean)[0].values())
+    assert planned(fixed, 0.0) == planned(fixed, 1.0)  # there are no more
