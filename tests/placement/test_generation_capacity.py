@@ -28,6 +28,12 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TenutoPolicy, "carries", lambda policy, *asked: CARRIES(*asked))
 
 
+@pytest.fixture
+def by_formula(monkeypatch: pytest.MonkeyPatch, tried_once: None) -> None:
+    """No trial says what a share carries, where a test is about something else."""
+    monkeypatch.setattr(TenutoPolicy, "carries", lambda _policy, *asked: carried(*asked))
+
+
 def planned(models: tuple[ModelSpec, ...], gpus: int) -> Plan:
     cluster = Cluster.parse(f"a100-80gb:{gpus}")
     return solve(TenutoPolicy(starts=("symphony",), requests=200), Workload(models=models), cluster, PROFILES)
@@ -62,6 +68,7 @@ def test_few_sequences_at_once_carry_less_and_keep_the_slo(share_pct: int) -> No
         before = rate
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_a_processor_keeps_no_more_tokens_than_the_longest_requests_have() -> None:
     small = WRITES.model_copy(update={"weights_mib": 1000.0})
     cpu = Profile(name="p", source="made up", gpu_type="cpu", models={"writes": small})
@@ -103,9 +110,9 @@ def test_small_loads_share_a_gpu_and_large_ones_get_replicas() -> None:
     assert small.expected.models["a"].goodput_rps == 1.0
     large = planned((writes("a", 60.0),), 3)
     assert len({gpulet.gpu for gpulet in large.hosts_of("a")}) > 1
-    for rate_rps, why in ((60.0, "no other model that generates takes a part of it"), (500.0, "its load fills a GPU")):
-        notes = planned((writes("a", rate_rps),), 3).notes
-        assert any(f"a shares no GPU: {why}" in note for note in notes)
+    full = planned((writes("a", 500.0),), 3)
+    for plan, why in ((large, "no other model that generates takes a part of it"), (full, "its load fills a GPU")):
+        assert any(f"a shares no GPU: {why}" in note for note in plan.notes)
     for gpulet in (*small.gpulets, *large.gpulets):
         (replica,) = gpulet.models
         assert replica.steps is not None
@@ -234,6 +241,7 @@ def test_what_tells_neither_memory_nor_the_longest_request_is_refused() -> None:
         solve(TenutoPolicy(), Workload(models=(endless,)), Cluster.parse("l4:1"), Profiles([told]))
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_no_memory_is_planned_that_no_sequence_could_use() -> None:
     spec = writes(rate_rps=0.1, generates={"prompt_tokens": 100, "output_tokens": 100, "max_sequences": 8})
     (gpulet,) = planned((spec,), 1).gpulets
@@ -242,6 +250,7 @@ def test_no_memory_is_planned_that_no_sequence_could_use() -> None:
     assert replica.memory_mib == pytest.approx(13_000 + 8 * 2048 * 0.5)
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_a_model_that_generates_is_explained_by_what_its_steps_carry() -> None:
     plan = planned((writes(), fixed()), 2)
     found = explain(plan, Cluster.parse("a100-80gb:2").gpus, PROFILES)
