@@ -100,6 +100,8 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
         if again.traffic == spread.traffic:
             break
         spread = again
+    if not running:  # the spreads before were none that runs
+        spread = replace(spread, moved=0.0, givers=frozenset())
     changed = {name: plan for name, (_, _, plan) in done.items() if plan is not None}
     ran = {name: before for name, (_, before, _) in done.items() if before is not None}
     traffic = {

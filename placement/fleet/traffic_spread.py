@@ -124,8 +124,7 @@ def spread_traffic(
         rooms: the cells.
         fluid: what GPUs are worth.
         running: where the rate of each group goes now; groups that are not there are new.
-        at_most: which part of all GPU time may move to other cells. New groups and those that have no cell any more
-            count as well; where even they are more, they are laid all the same.
+        at_most: which part of all GPU time may move to other cells. What is new, or has lost its cell, does not count.
     """
     return _Spreading(groups, rooms, fluid, running or {}, at_most).done()
 

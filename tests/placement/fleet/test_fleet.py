@@ -126,6 +126,7 @@ def test_a_model_is_whole_in_one_cell_where_it_fits_and_large_ones_are_in_severa
 def test_what_has_no_room_anywhere_is_said_and_nobody_else_suffers() -> None:
     done = planned(workload(model("a", 300.0), model("b", 6000.0)), cells("c1", "c2"))
     assert done.spread.lacking.keys() == {"b"}
+    assert (done.spread.moved, done.spread.givers) == (0.0, frozenset())  # nothing ran before
     assert sum(promised(plan, "a") for plan in done.plans.values()) >= 0.95 * 300.0
 
 
