@@ -10,6 +10,11 @@ Idle is the time of the GPUs in which nothing runs when the requests with SLOs a
 that batches and steps are longer by them.
 
 Run: python lab/benchmarks/bench_offline.py [--seeds 10] [--first-seed 1] [--loads 0.2,0.4,0.6] [--duration-s 300]
+     python lab/benchmarks/bench_offline.py --live --loads 0.4 --duration-s 60 [--first-seed 1]
+
+--live: one scene of two models and a third that is asked offline, on two GPUs, in virtual time and on emulated GPUs,
+where a batch file has more lines than can run. It takes twice the duration and a minute, and needs two quiet cores. The
+last line is the verdict: the part of the idle time that offline requests get differs by at most five points.
 """
 
 from __future__ import annotations
@@ -17,11 +22,21 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
+import tempfile
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench_offline_kills import begin_batch
+
 from tenuto.batching.core.gathering import usual_batch
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.deployments.control.operations import begin
+from tenuto.deployments.operator.window import between
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.loadgen.bench import BenchOptions, run_bench, status_at
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
 from tenuto.placement import Cluster, Plan, Workload
 from tenuto.placement.generation_capacity import carried
@@ -33,6 +48,9 @@ NETWORKS = ("alexnet", "bert", "densenet121", "mobilenet_v2", "resnet50", "vgg19
 LOST, GOT = 0.002, 0.85  # what may be lost of all requests, and what of the idle time offline requests should get
 KV_TOKENS = 100_000
 NETWORK = NetworkDelay()
+# Of the scene that is served live: α, β and SLO in ms, its GPUs, lines of its file, and until these are asked.
+SERVED = {"small": (5.0, 25.0, 500.0), "large": (10.0, 50.0, 1000.0), "night": (20.0, 40.0, 86_400_000.0)}
+GPUS, LINES, SETTLES_S, NEAR = 2, 100_000, 5.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -114,13 +132,75 @@ def idle_and_taken(alone: SimulatedRun, both: SimulatedRun) -> tuple[float, floa
     return idle_ms / whole_ms, taken_ms / idle_ms if idle_ms > 0.0 else math.inf
 
 
+def served_plan(load: float) -> Plan:
+    """Return the plan of the scene that is served live, at a part of the load at which usual batches keep all busy."""
+    models = []
+    for name, (alpha_ms, beta_ms, slo_ms) in SERVED.items():
+        run = [0.0, *(alpha_ms * size + beta_ms for size in range(1, 33))]
+        size = usual_batch(run, slo_ms)
+        rate = load * GPUS / 2 * 1000.0 * size / run[size]
+        line = {"alpha_ms": alpha_ms, "beta_ms": beta_ms}
+        models.append({"name": name, "rate_rps": rate, "slo_ms": slo_ms, "latency": line})
+    models[-1] |= {"rate_rps": 0.001, "offline": True}
+    hosted = [{"name": model["name"], "batch_size": 32, "latency": model["latency"]} for model in models]
+    return Plan.from_data(
+        {
+            "policy": {"name": "benchmark"},
+            "gpus": [{"id": f"n0/{number}", "type": "v100"} for number in range(GPUS)],
+            "gpulets": [{"id": f"n0/{n}/a", "gpu": f"n0/{n}", "models": hosted} for n in range(GPUS)],
+            "models": models,
+        }
+    )
+
+
+def live(load: float, duration_s: float, seed: int) -> bool:
+    """Run the scene in virtual time and live, print both, and return whether they are near each other."""
+    plan = served_plan(load)
+    simulation = Simulation.of_plan(plan, NETWORK, duration_s=duration_s, seed=seed)
+    alone, both = (each.run().summary() for each in (simulation, replace(simulation, offline={"night": math.inf})))
+    parts = [both["offline"]["part_of_idle"]]
+    attained = [(alone["attainment"], both["attainment"])]
+    online = [spec for spec in plan.models if not spec.offline]
+    with tempfile.TemporaryDirectory() as folder, Launcher(progress=lambda t: print(t, file=sys.stderr)) as launcher:
+        launcher.connect(num_gpus=GPUS, address="local")
+        settings = {"plan": plan.to_data(), "executor": "emulated", "port": unused_port()}
+        deployment = Deployment.model_validate({**settings, "offline": {"path": folder, "under_way": 256}})
+        begin(launcher, deployment, "a run", "the laboratory")
+        options = BenchOptions(deployment.url, duration_s=duration_s, seed=seed, clients=0)
+        without = run_bench(online, options)
+        begin_batch(deployment.url, LINES, "/v2/models/night/infer")
+        time.sleep(SETTLES_S)
+        before, began_s = status_at(deployment.url), time.monotonic()
+        beside = run_bench(online, options)
+        after, passed_s = status_at(deployment.url), time.monotonic() - began_s
+    assert before is not None
+    assert after is not None
+    figures = between(before, after, passed_s)
+    busy = sum(each.utilisation for each in figures.gpulets.values()) / GPUS
+    part = 0.0 if figures.offline is None else figures.offline.part
+    parts.append(part / (1.0 - busy + part))
+    attained.append((without.summary["attainment"], beside.summary["attainment"]))
+    for name, (was, now), taken in zip(("virtual time", "live"), attained, parts, strict=True):
+        print(
+            f"{name}: {100 * was:.2f} % in time alone, {100 * now:.2f} % beside; taken {100 * taken:.1f} % of the idle"
+        )
+    for reason in (*without.verdict.reasons, *beside.verdict.reasons):
+        print(f"note: {reason}")
+    return abs(parts[0] - parts[1]) <= NEAR
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--loads", default="0.2,0.4,0.6")
     parser.add_argument("--duration-s", type=float, default=300.0)
+    parser.add_argument("--live", action="store_true")
     given = parser.parse_args()
+    if given.live:
+        is_near = live(float(given.loads.split(",")[0]), given.duration_s, given.first_seed)
+        print("GOOD" if is_near else f"NOT GOOD: more than {100 * NEAR:g} points apart")
+        raise SystemExit(not is_near)
     for kind in (networks, generating):
         for load in map(float, given.loads.split(",")):
             rows = []

@@ -51,18 +51,18 @@ def ask(url: str, data: bytes | None = None, kind: str = "application/json") -> 
             time.sleep(0.5)
 
 
-def begin_batch(url: str, lines: int) -> dict[str, Any]:
-    """Send a file of so many requests, and begin its batch."""
+def begin_batch(url: str, lines: int, path: str = PATH) -> dict[str, Any]:
+    """Send a file of so many requests for a path, and begin its batch."""
     tensor = {"name": "INPUT0", "shape": [1, 1], "datatype": "FP32"}
     rows = "".join(
-        json.dumps({"custom_id": f"r{n}", "method": "POST", "url": PATH, "body": {"inputs": [{**tensor, "data": [n]}]}})
+        json.dumps({"custom_id": f"r{n}", "method": "POST", "url": path, "body": {"inputs": [{**tensor, "data": [n]}]}})
         + "\n"
         for n in range(lines)
     )
     parts = (("purpose", "batch"), ('file"; filename="requests.jsonl', rows))
     form = "".join(f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{text}\r\n' for name, text in parts)
     file = json.loads(ask(f"{url}/v1/files", f"{form}--b--\r\n".encode(), "multipart/form-data; boundary=b"))
-    body = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
+    body = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
     found: dict[str, Any] = json.loads(ask(f"{url}/v1/batches", json.dumps(body).encode()))
     return found
 
