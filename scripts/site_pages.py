@@ -132,7 +132,7 @@ def names_page() -> str:
         if issubclass(thing, BaseModel):
             page = {"Profile": "profile-file.md", "Plan": "plan-file.md"}.get(name, f"files.md#{name.lower()}")
             lines += [f"Its keys: [{name}]({page}).", ""]
-        for part, made in vars(thing).items():
+        for part, made in [*vars(thing).items()]:  # a schema that is built meanwhile adds to them
             given = getattr(made, "__func__", getattr(made, "fget", made))
             if part.startswith("_") or not inspect.isfunction(given) or not given.__doc__:
                 continue
