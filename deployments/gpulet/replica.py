@@ -36,6 +36,7 @@ from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
 _LOOK_S = 1.0  # pace: time between two looks for a batch that hangs; `hangs_s` allows for it
+_ANSWER_S = 2.0  # limit: for Ray's answer while this process ends, for which Serve gives it ten seconds
 _LAST_BATCHES_S = 1.0  # limit: for the last batches and their answers before the node ends
 _LAST_WORDS_S = 0.2  # pace: time between the notice that the device is lost and the end of the process
 
@@ -191,7 +192,11 @@ class LocalReplica:
         """Serve on while dispatchers use this gpu-let and its node has notice of its end: Serve ends processes there as
         early as the slowest of them may need, and nobody else may serve these models yet."""
         batches_s = max(map(self._programs.planned_s, self._programs.largest_batches()), default=0.0)
-        until_s = await self._loop.run_in_executor(None, node_ends_s) - batches_s - _LAST_BATCHES_S
+        try:
+            ends_s = await asyncio.wait_for(self._loop.run_in_executor(None, node_ends_s), _ANSWER_S)
+        except Exception:  # Ray has several kinds of errors, and may hang; the device has to be left in time
+            return
+        until_s = ends_s - batches_s - _LAST_BATCHES_S
         while self._channel.is_used and (left_s := until_s - time.time()) > 0.0:
             await asyncio.sleep(min(left_s, _LOOK_S))
 
@@ -235,10 +240,7 @@ def _node_id() -> str:
 
 def node_ends_s() -> float:
     """Return when this node ends, in seconds since the epoch; 0 when Ray knows of no end."""
-    try:
-        return draining_nodes().get(_node_id(), 0.0)
-    except (EnvironmentFaultError, TimeoutError):
-        return 0.0
+    return draining_nodes().get(_node_id(), 0.0)
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -106,6 +106,12 @@ async def test_on_a_node_with_notice_a_gpulet_serves_on_while_a_dispatcher_uses_
     for ends_s in (0.0, time.time() + 0.5):  # no notice, and no time left
         monkeypatch.setattr(replica_module, "node_ends_s", lambda ends_s=ends_s: ends_s)
         await ending.outlast_notice()
+
+    def broken() -> float:
+        raise ConnectionError("Ray does not answer")
+
+    monkeypatch.setattr(replica_module, "node_ends_s", broken)
+    await ending.outlast_notice()
     monkeypatch.setattr(replica_module, "node_ends_s", lambda: time.time() + 3600.0)
     outlasting = [asyncio.create_task(gpulet.outlast_notice()) for gpulet in served.gpulets.values()]
     x = np.ones(4, np.float32)
