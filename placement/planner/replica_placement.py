@@ -94,10 +94,9 @@ def arranged(
             None: the plan is a new one, which serves enough or is to promise what the scene says.
         at_most: replicas that may be added.
     """
+    parts = parts if parts is not None else scene.least_parts or None
     constrained = [spec for spec in scene.workload.models if asks(spec) or spec.prefer is not None]
     is_fixed = not scene.cluster.elastic
-    if parts is None and scene.least_parts:
-        parts = scene.least_parts
     if parts is None:
         if not constrained or not plan.gpulets:
             return plan
