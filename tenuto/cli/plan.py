@@ -341,6 +341,7 @@ def _number(value: float | None) -> str:
 
 
 def _print_plan(plan: Plan) -> None:
+    offline = [spec.name for spec in plan.models if spec.offline]
     rows = rows_of(plan)
     hidden = ("hidden ms",) if plan.streaming else ()
     if rows:
@@ -370,7 +371,6 @@ def _print_plan(plan: Plan) -> None:
         say(f"unserved: {name}: {reason}")
     for name, reason in why_below(plan):
         say(f"below: {name}: {reason}")
-    offline = [spec.name for spec in plan.models if spec.offline]
     for note in (*plan.notes, *(from_plan(plan, check_slos=False).without_gap(offline) if offline else ())):
         say(f"note: {note}")
     for line in losses_told(plan):
