@@ -26,7 +26,7 @@ _GAP = 1e-3  # limit: of the cost, at which the integer program ends
 _BUSY = 0.7  # derived: of a GPU's time; Poisson requests then wait for 1.2 batches in the mean (M/D/1), as is left here
 _FASTER = 0.9  # format: of the time of a batch; explained is what that saves
 _SPARED = 0.03  # derived: of GPU time; as a plan needs whole GPUs, a few percent more cost nothing mostly
-_SMALL = 4  # derived: of requests; with 1, 0.1 points less of random graphs' requests are in time
+_SMALL = 4  # fitted: requests of a small batch; with 1, 0.1 points less of random graphs' requests are in time
 # Derived: powers of two of one stage's budget, of which the others get the rest. In one of eight random workloads 99 %
 # are in time on one GPU less with half of a budget, and 98.6 % with the splits of least GPU time.
 SHORTER = (0.5, 0.25)

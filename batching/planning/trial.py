@@ -26,7 +26,7 @@ from tenuto.placement.workload import Objective, draw_sizes
 RARE = 400  # derived: to see 1 % of them late; requests a rare model should have
 SLOWEST_SLOS = 10.0  # derived: a trial lasts so many times the longest SLO, so that no SLO fills over a tenth of it
 MOST = 200_000  # limit: arrivals to which a long SLO may lengthen a trial: some seconds
-SPANS = 20  # fitted: of a trial, which tell how clumped its misses are: each far longer than a burst
+SPANS = 20  # derived: of a trial, to see how clumped its misses are; batch means take 10 to 30 (Schmeiser 1982)
 _STEADY = 1_000.0  # derived: shape of gaps that are all but equal: they spread by 3 %
 
 

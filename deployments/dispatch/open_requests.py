@@ -173,11 +173,13 @@ class OpenRequests:
         self.refuse(request, Refused(Outcome.FAILED, f"'{request.name}' was removed from the plan"))
 
     def expire(self, request: Request, rule: Rule) -> None:
-        """Refuse a request whose deadline cannot be met. When it could be met but for the reserve, name the margin."""
+        """Refuse a request whose deadline cannot be met. When it could be met but for the reserve, name the margin;
+        when not even an empty gpu-let could meet it, asking again does not help."""
         served = self.models.get(request.name)
         alone_ms = served.alone_ms if served is not None else 0.0
         loop = Loop.MARGIN if self._clock_ms() + alone_ms <= request.deadline_ms else Loop.NONE
-        self.refuse(request, Refused(Outcome.EXPIRED, _TOO_LATE, 1.0, rule=rule, loop=loop))
+        again_s = 1.0 if request.arrived_ms + alone_ms <= request.deadline_ms else None
+        self.refuse(request, Refused(Outcome.EXPIRED, _TOO_LATE, again_s, rule=rule, loop=loop))
 
     def give_up(self, refusals: Sequence[Refusal]) -> None:
         """Refuse what the scheduler gave up."""

@@ -273,7 +273,8 @@ class RunningGraph:
         stage = self._interface.application.stages[place]
         if self._run.cannot_end(place, now_ms):
             reason = f"stage '{stage.label}' and what follows cannot end by the deadline. Raise the SLO or add GPUs"
-            self._give_up(Refused(Outcome.EXPIRED, reason, 1.0, rule=Rule.TOO_LATE), place)
+            is_hopeless = self._run.cannot_end(place, self.arrived_ms)  # asking again does not help
+            self._give_up(Refused(Outcome.EXPIRED, reason, None if is_hopeless else 1.0, rule=Rule.TOO_LATE), place)
         elif stage.map is None:
             self._send(place, [self._stage_inputs(place)] * stage.most_requests, now_ms)
         else:

@@ -300,10 +300,11 @@ async def test_what_is_refused_says_by_which_rule_and_whether_the_margin_was_in_
     dispatcher.apply(make_plan(("a", ("m",))))
     await until(dispatcher.is_ready)
     ends = [await answer(submit(dispatcher, "m", X, 60_000.0)) for _ in range(3)]
-    await answer(submit(dispatcher, "m", X, 0.5))
+    hopeless = await answer(submit(dispatcher, "m", X, 0.5))
     # What is turned away for one reason says the same: clients count by reason; when to come back stands beside it.
     assert {end.reason for end in ends[:2]} == {"'m' exceeds the rate it is planned for. Send less, or plan for more"}
     assert [end.retry_after_s for end in ends[:2]] == [0.00015, 0.00115]
+    assert (ends[2].retry_after_s, hopeless.retry_after_s) == (1.0, None)  # no empty gpu-let could answer the last one
     told = [(row.outcome, row.rule, row.loop) for row in await dispatcher.ended(None, 10)]
     assert told == [
         ("expired", Rule.TOO_LATE, None),
