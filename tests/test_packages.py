@@ -219,7 +219,8 @@ def test_an_installed_tenuto_serves(wheels: list[Path], tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     port, folder = unused_port(), tempfile.mkdtemp(prefix="r")  # short enough for sockets
     alone = environment.environment(RAY_TMPDIR=folder, RAY_ADDRESS="local")
-    serve = [environment.bin / "tenuto", "serve", "plan.yaml", "--emulate", "--port", str(port)]
+    ports = "--port", str(port), "--operator-port", str(unused_port())
+    serve = [environment.bin / "tenuto", "serve", "plan.yaml", "--emulate", *ports]
     process = subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=alone)
     try:
         assert process.stderr is not None

@@ -294,7 +294,8 @@ class _ReplicaAdder:
         and `together` what was connected then: what the place does not connect serves what it did."""
         joined = {(place.gpu.id,), *(replica.name for replica in place.gpulet.models)}
         connected = joined.union(*(each for each in together if not joined.isdisjoint(each)))
-        changed = plan.model_copy(update={"gpulets": tuple(g for g in plan.gpulets if (g.gpu,) in connected)})
+        beside = tuple(g for g in plan.gpulets if not connected.isdisjoint((gpu,) for gpu in g.gpus))
+        changed = plan.model_copy(update={"gpulets": beside})
         own = self._short(changed, replace(self._nothing, models=self._nothing.models & connected))
         return {name: missing for name, missing in short.items() if name not in connected} | own
 

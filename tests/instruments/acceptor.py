@@ -36,9 +36,9 @@ class Acceptor:
             task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
-        self._accepted.remove(connection)
         connection.setblocking(False)
         transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        self._accepted.remove(connection)
         self._transports.append(transport)
 
     def close(self) -> None:

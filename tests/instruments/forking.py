@@ -34,7 +34,15 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
-__all__ = ["OF_THE_PROFILER", "ROOT", "forked_ray_workers", "forked_test_processes", "forked_workers", "keep_collected"]
+__all__ = [
+    "OF_THE_PROFILER",
+    "ROOT",
+    "forked_ray_workers",
+    "forked_test_processes",
+    "forked_workers",
+    "keep_collected",
+    "let_unfreeze",
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,6 +212,7 @@ def _run(module: str) -> None:
 # Processes of pytest-xdist --------------------------------------------------------------------------------------------
 
 _COLLECTED = "TENUTO_COLLECTED"
+_UNFREEZE = gc.unfreeze
 
 
 @contextmanager
@@ -240,6 +249,11 @@ def keep_collected() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = _stay_frozen
+
+
+def let_unfreeze() -> None:
+    """Let the collector look at everything again when it is told to, in a process that was forked from tests."""
+    gc.unfreeze = _UNFREEZE
 
 
 def _stay_frozen() -> None:

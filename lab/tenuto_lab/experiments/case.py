@@ -105,7 +105,7 @@ def gpus_needed(case: Case) -> int | None:
     if case.policy != "igniter" or case.published is not None:
         return None
     cluster = Cluster.parse(f"{GPU_TYPE}:{case.gpus}").model_copy(update={"elastic": True})
-    return solve(_policy(case), case.workload(), cluster, Profiles([profile_for(case)])).expected.gpus_used
+    return len(_policy(case).place(case.workload(), cluster, Profiles([profile_for(case)])).used_gpus)
 
 
 def run_case(

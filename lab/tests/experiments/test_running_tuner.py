@@ -30,7 +30,7 @@ def test_the_workloads_are_the_published_ones_and_share_the_published_gpus() -> 
 
 
 def test_igniters_plan_for_a_gpu_is_its_part_of_the_plan_for_all_twelve() -> None:
-    whole = solve(Igniter(), twelve(), Cluster.parse("v100", elastic=True), profiles())
+    whole = Igniter().place(twelve(), Cluster.parse("v100", elastic=True), profiles())  # without replicas for promises
     for figure in FIGURES:
         own = solve(Igniter(), workload_of(figure, profiles()), Cluster.parse("v100:1"), profiles())
         assert together(own)[0] in together(whole)

@@ -22,6 +22,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.inputs import as_blocks
 from tests.deployments import residual_networks
 from tests.deployments.residual_networks import SIDE
+from tests.instruments.forking import let_unfreeze
 from tests.instruments.live import PATIENCE_S
 
 
@@ -177,6 +178,7 @@ def unload() -> None:
     executor.load(entry("base"), [1])
     held = weakref.ref(executor.program("base").network.module)
     spare_the_collector()
+    let_unfreeze()
     executor.unload("base")
     assert held() is None
 
