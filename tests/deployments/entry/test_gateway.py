@@ -141,7 +141,7 @@ async def test_what_cannot_be_executed_is_said_at_once_and_why(
         answer = await bench.infer(model, document, **headers)
         assert answer.status_code == status
         assert message in answer.json()["error"]
-        assert ("retry-after" in answer.headers) == (status == 504)
+        assert "retry-after" not in answer.headers  # no empty GPU could keep these SLOs
     assert not bench.gpulets["a"].sizes
 
 
