@@ -14,6 +14,9 @@ from collections.abc import Callable
 __all__ = ["Acceptor"]
 
 
+_of_all_loops: set[Acceptor] = set()
+
+
 class Acceptor:
     """Begins to take connections at once, on the running loop."""
 
@@ -24,6 +27,9 @@ class Acceptor:
         self._connecting: set[asyncio.Task[None]] = set()
         self._transports: list[asyncio.BaseTransport] = []
         self._loop = asyncio.get_running_loop()
+        for other in [each for each in _of_all_loops if each._loop.is_closed()]:
+            other._end()
+        _of_all_loops.add(self)
         listening.setblocking(False)
         self._loop.add_reader(listening, self._accept)
 
@@ -53,3 +59,13 @@ class Acceptor:
             connection.close()
         for transport in self._transports:
             transport.close()
+
+    def _end(self) -> None:
+        """Close what the loop left open when it was closed: transports close with its next turn only."""
+        _of_all_loops.discard(self)
+        for each in (self._listening, *self._accepted):
+            each.close()
+        for transport in self._transports:
+            left = getattr(transport, "_sock", None)
+            if left is not None:
+                left.close()
