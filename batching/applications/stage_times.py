@@ -32,8 +32,7 @@ class StageTimes:
 
     def follow(self, system: System) -> None:
         """Take the planned latencies of this system's models from now on."""
-        network = system.network
-        fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        fixed_ms = system.network.alone_ms
         self._least_ms, self._graphs = {}, {}
         for hosts in system.distinct_hosts():
             for program, host in hosts.items():

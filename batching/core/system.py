@@ -141,6 +141,11 @@ class NetworkDelay(ByFields):
     data_ms_per_request: float = 0.0
     response_ms: float = 0.0
 
+    @property
+    def alone_ms(self) -> float:
+        """What a batch of one takes beside its execution."""
+        return self.ctrl_ms + self.data_ms_per_request + self.response_ms
+
     def problems(self) -> list[Problem]:
         """Return what is wrong with the numbers."""
         delays = ((key, getattr(self, key)) for key in ("ctrl_ms", "data_ms_per_request", "response_ms"))
@@ -253,8 +258,7 @@ class System(ByFields):
 
     def unserveable(self) -> list[Problem]:
         """Return one problem per hosted program whose SLO not even a batch of one meets on any of its gpu-lets."""
-        network = self.network
-        fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        fixed_ms = self.network.alone_ms
         fastest: dict[int, float] = {}
         # Of a model with size classes, the smallest requests count.
         smallest = {p: self.program_of[self.classes_of[self.reported_of[m]][0]] for m, p in enumerate(self.program_of)}
@@ -277,7 +281,7 @@ class System(ByFields):
         """Return a line for each of these models whose offline requests find no gap on any gpu-let: one of them takes
         longer than another program there can wait."""
         network, tightest = self.network, dict[int, tuple[float, float, int]]()
-        fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        fixed_ms = network.alone_ms
         for hosts in self.distinct_hosts():
             for program, host in hosts.items():
                 if self.offered[program].name in names:

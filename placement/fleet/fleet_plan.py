@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.expectation.outlook import MORE, Traffic
+from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.fleet.demand import Kind, ModelGroup, fluid_of, group_models, kind_of, room_of
-from tenuto.placement.fleet.traffic_spread import CellRoom, Shares, Spread, spread_traffic
+from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, Shares, Spread, spread_traffic
 from tenuto.placement.placement_constraints import names_of
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
@@ -28,7 +28,6 @@ from tenuto.profiles import Profiles
 
 _ROUNDS = 3  # limit: spreads, each with the room that the plans before it had
 _TRIES = 12  # limit: plans of a cell, each on a GPU of each kind more
-_BAND = 1.0 + MORE  # derived: a promise in full stands so much more load
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ def _successor(task: PlanTask, before: Plan, used: Mapping[Kind, float]) -> Plan
     band; a plan that still serves all is taken as it is, because none changes less."""
     models = task.workload.models
     task = replace(task, running=RunningPlan(before, Traffic.declared(models)))
-    if sum(spec.rate_rps for spec in models) < sum(spec.rate_rps for spec in before.models) / _BAND:
+    if sum(spec.rate_rps for spec in models) < sum(spec.rate_rps for spec in before.models) / HEADROOM:
         return make_plan(task)
     candidates = Candidates(task)
     if not task.workload.applications:
@@ -265,8 +264,8 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
         return False
     ratios = [spec.rate_rps / then[name] for name, spec in now.items()]
     offered = sum(then[name] * ratio for name, ratio in zip(now, ratios, strict=True))
-    most = 1.0 if plan.unserved_reasons else _BAND  # a promise near the limit of its GPUs stands no more
-    return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / _BAND
+    most = 1.0 if plan.unserved_reasons else HEADROOM  # a promise near the limit of its GPUs stands no more
+    return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / HEADROOM
 
 
 def _as_planned(app: Application, planned: Application | None) -> Application:

@@ -18,7 +18,7 @@ from tenuto.placement.fleet.demand import Fluid, Kind, ModelGroup
 from tenuto.placement.placement_constraints import names_of
 
 MOST_CELLS_OF_MODEL = 16  # format: backends that a rule of an HTTPRoute may have
-_HEADROOM = 1.0 + MORE  # derived: a promise in full stands so much more load
+HEADROOM = 1.0 + MORE  # derived: a promise in full stands so much more load
 SLIGHT = 1e-6  # derived: of a model's rate; sums of shares are rounded
 
 Shares = Mapping[str, Mapping[str, float]]
@@ -87,7 +87,7 @@ class _Cells:
         for needs in group.gpus.values():
             left = 1.0
             for kind in sorted((k for k in free if k[0] in needs), key=lambda k: needs[k[0]] * self._fluid.worth[k]):
-                gpus = _HEADROOM * share * needs[kind[0]]
+                gpus = HEADROOM * share * needs[kind[0]]
                 room = max(0.0, free[kind] - taken[kind])
                 more = left if gpus <= 0.0 else min(left, room / gpus)
                 taken[kind] += more * gpus
