@@ -48,7 +48,7 @@ calm_openmp(os.environ)  # several processes with torch on few cores
 # Every day's run draws the same few cases, so that a change is what turns it red; `--hypothesis-profile fresh` draws
 # many that nobody has seen. How fast a machine draws them is no property of what is tested.
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=500)
-settings.register_profile("everyday", settings.get_profile("fresh"), derandomize=True, max_examples=25)
+settings.register_profile("everyday", settings.get_profile("fresh"), derandomize=True, max_examples=10)
 settings.load_profile("everyday")
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests that interrupt a

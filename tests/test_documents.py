@@ -42,7 +42,7 @@ OURS = ("tenuto", "tenuto_lab", "tests", "lab")  # top packages of this reposito
 QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles")
 LONG = ("--policy tenuto", "http://", "--elastic", "--compare tenuto")
 # Pages whose commands take longest: what they print is compared at night; that they work is tried every day.
-LONG_PAGES = ("docs/guide/ten-models.md", "docs/guide/generating.md")
+LONG_PAGES = tuple(f"docs/guide/{name}.md" for name in ("ten-models", "generating", "several-models"))
 MADE_BEFORE = ("cpu.yaml", "more.yaml", "one-each")  # what a page measures, installs, or makes with others' commands
 
 

@@ -292,7 +292,7 @@ def test_wrong_new_arguments(run: Any, arguments: tuple[str, ...], message: str)
 
 
 def test_a_file_is_measured_at_the_sizes_that_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    quick_workers: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")

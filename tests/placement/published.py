@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tenuto.placement import Cluster, Plan, Policy, Workload, solve
+from tenuto.placement import Cluster, Plan, Policy, Workload
+from tenuto.placement.planner import PlanTask, make_plan
 from tenuto.placement.planner.completion import check_plan, usage_of
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
@@ -40,9 +41,9 @@ def v100s(count: int, *, elastic: bool = False) -> Cluster:
 
 
 def decided(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-    """Return the policy's decision with what it believes, and what its GPUs cost; the completed plan has to be valid,
-    but is not returned."""
-    check_plan(solve(policy, workload, cluster, profiles), cluster)
+    """Return the policy's decision with what it believes, and what its GPUs cost. The completed plan has to be valid,
+    without replicas for promises; it is not returned."""
+    check_plan(make_plan(PlanTask(policy, workload, cluster, profiles, attainment=0.0)), cluster)
     plan = policy.place(workload, cluster, profiles)
     expected = plan.expected.model_copy(update=usage_of(plan, cluster.cut_as(plan.gpus)))
     return plan.model_copy(update={"models": workload.models, "expected": expected})

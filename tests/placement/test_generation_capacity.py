@@ -20,6 +20,7 @@ from tenuto.profiles import Generation, ModelProfile, Profile, Profiles, StepsAt
 from tests.instruments.generating import FAST, PROFILES, WRITES, fixed, writes
 
 CARRIES = TenutoPolicy().carries
+NIGHT = pytest.mark.night
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def test_a_tighter_slo_less_memory_and_a_smaller_share_carry_less() -> None:
     assert carried(writes(), whole, 100) == (0.0, 0)
 
 
-@pytest.mark.parametrize("share_pct", [40, 100])
+@pytest.mark.parametrize("share_pct", [pytest.param(40, marks=NIGHT), 100])
 def test_few_sequences_at_once_carry_less_and_keep_the_slo(share_pct: int) -> None:
     generation = WRITES.generation
     assert generation is not None
@@ -90,7 +91,9 @@ def test_what_a_trial_finds_holds_for_other_arrivals_and_not_for_twice_the_rate(
     assert 0.4 < served_in_trial(together, hosts, attainment=0.99, seed=0) < 0.9
 
 
-@pytest.mark.parametrize("shares", [(30, 100), (30, 30, 90), (40, 60, 80), (50, 60)])
+@pytest.mark.parametrize(
+    "shares", [(30, 30, 90), *(pytest.param(each, marks=NIGHT) for each in ((30, 100), (40, 60, 80), (50, 60)))]
+)
 def test_unequal_gpulets_carry_together_what_each_carries_alone(shares: tuple[int, ...]) -> None:
     generation = WRITES.generation
     assert generation is not None
@@ -135,7 +138,7 @@ def test_both_kinds_are_planned_on_gpus_of_their_own_and_the_plan_survives_its_f
     assert Plan.model_validate(plan.model_dump(mode="json", by_alias=True)) == plan
 
 
-@pytest.mark.parametrize("rate_rps", [60.0, 120.0])
+@pytest.mark.parametrize("rate_rps", [pytest.param(60.0, marks=NIGHT), 120.0])
 def test_too_much_load_is_served_in_part_and_the_plan_says_how_much(rate_rps: float) -> None:
     plan = planned((writes(rate_rps=rate_rps, slo={"ttft_ms": 500, "tpot_ms": 25}),), 1)
     served = (

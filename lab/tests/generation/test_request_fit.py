@@ -28,7 +28,7 @@ def served(
     return ServedLog(at, prompts, outputs, first, last)
 
 
-@pytest.mark.parametrize("kv_tokens", [UNLIMITED, 8000])
+@pytest.mark.parametrize("kv_tokens", [pytest.param(UNLIMITED, marks=pytest.mark.night), 8000])
 def test_the_first_part_of_a_log_predicts_the_second(kv_tokens: int) -> None:
     log = served(120, 60.0, kv_tokens)
     fitted = fit_requests(ServedLog(*(column[:60] for column in log.columns)), rounds=20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,23 @@ from pathlib import Path
 import pytest
 
 from tenuto_lab.house.changed import changed_source
-from tenuto_lab.house.constants import find_constants
+from tenuto_lab.house.constants import NumericConstant, find_constants
 from tenuto_lab.house.sources import Source, checkout, read_sources
 
 
+@functools.cache
+def fitted() -> dict[Source, list[NumericConstant]]:
+    """The fitted numbers of the modules that have any."""
+    machine = [source for source in read_sources(checkout()) if source.is_machine]
+    found = {source: [each for each in find_constants([source]) if each.origin == "fitted"] for source in machine}
+    return {source: constants for source, constants in found.items() if constants}
+
+
 def test_every_fitted_number_can_be_changed() -> None:
-    for source in read_sources(checkout()):
-        fitted = [constant for constant in find_constants([source]) if constant.origin == "fitted"]
-        lines = ast.unparse(ast.parse(source.text)).splitlines() if source.is_machine and fitted else []
-        for constant in fitted if lines else []:
+    assert fitted()
+    for source, constants in fitted().items():
+        lines = ast.unparse(ast.parse(source.text)).splitlines()
+        for constant in constants:
             for factor in (0.5, 2.0):
                 changed = ast.unparse(changed_source(source.text, constant, factor)).splitlines()
                 assert sum(new != old for new, old in zip(changed, lines, strict=True)) == 1, constant.place
@@ -26,9 +35,8 @@ def test_every_fitted_number_can_be_changed() -> None:
 
 def test_the_journal_names_every_fitted_number() -> None:
     text = (checkout() / "lab" / "journal" / "constants.md").read_text(encoding="utf-8")
-    machine = [source for source in read_sources(checkout()) if source.is_machine]
-    fitted = [each.name for each in find_constants(machine) if each.origin == "fitted"]
-    assert [name for name in fitted if f": {name}`" not in text] == []
+    names = [each.name for constants in fitted().values() for each in constants]
+    assert [name for name in names if f": {name}`" not in text] == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
 from tests.instruments.systems import everywhere_linear
 
+NIGHT = pytest.mark.night
 STILL = DeferredOptions(hold=1.0, save_above=0.0, rehearse=False)
 
 
@@ -215,8 +216,8 @@ def test_a_second_after_an_overload_lone_requests_are_answered_at_once() -> None
 
 @pytest.mark.parametrize("slo_ms", [1000.0, 60_000.0])
 @pytest.mark.parametrize("models", [1, 3])
-@pytest.mark.parametrize("gpulets", [1, 2, 8])
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("gpulets", [1, pytest.param(2, marks=NIGHT), 8])
+@pytest.mark.parametrize("load", [pytest.param(0.3, marks=NIGHT), pytest.param(0.6, marks=NIGHT), 0.9])
 def test_when_a_load_ends_its_last_requests_are_answered_soon(
     slo_ms: float, models: int, gpulets: int, load: float
 ) -> None:

@@ -36,7 +36,7 @@ def three_types(t4: float) -> Cluster:
     return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": gpus}], "elastic": True})
 
 
-@pytest.mark.parametrize(("scale", "t4"), [(1.0, 0.5), (2.5, 1.2)])
+@pytest.mark.parametrize(("scale", "t4"), [(1.0, 0.5), pytest.param(2.5, 1.2, marks=pytest.mark.night)])
 def test_no_small_cluster_that_a_brute_force_finds_is_cheaper(scale: float, t4: float) -> None:
     workload, cluster = load(scale), three_types(t4)
     bought = solve(TenutoPolicy(**QUICK), workload, cluster, PROFILES)

@@ -35,7 +35,8 @@ def found_after(canaries: Canaries, draw: Random, looks: int, part: float, rest_
 
 
 @pytest.mark.parametrize(
-    ("part", "batch"), [(0.01, 32), (0.3, 8), *(pytest.param(part, 1, marks=pytest.mark.night) for part in (0.0, 0.3))]
+    ("part", "batch"),
+    [(0.01, 32), *(pytest.param(*each, marks=pytest.mark.night) for each in ((0.3, 8), (0.0, 1), (0.3, 1)))],
 )
 def test_a_canary_that_is_as_good_is_hardly_ever_taken_back_however_long_one_looks(part: float, batch: int) -> None:
     runs = 100

@@ -20,6 +20,7 @@ from tests.instruments.asking import until
 from tests.instruments.fake_gpulet import SIGNATURE, make_plan
 from tests.instruments.live import PATIENCE_S
 from tests.instruments.replica_processes import functions_of
+from tests.instruments.seeds import seeds
 
 
 def processes_of_functions() -> set[int]:
@@ -121,7 +122,7 @@ async def test_code_that_runs_when_the_plan_drops_it_keeps_no_request_waiting(se
 
 
 @WAYS
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 async def test_whatever_fails_amid_graphs_every_request_ends_once_and_nothing_is_left(
     served: Served, seed: int
 ) -> None:
