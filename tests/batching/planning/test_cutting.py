@@ -78,7 +78,7 @@ def test_layouts_are_full_and_their_instances_do_not_overlap(kind: str) -> None:
 def test_it_takes_fewer_gpus_than_were_published_and_expects_every_model_in_time(scenario: str) -> None:
     plan = plan_of(scenario)
     promised = {name: model.goodput_rps for name, model in plan.expected.models.items()}
-    assert all(promised[m.name] >= 0.989 * m.rate_rps for m in plan.models)  # by formulas a percent less near the limit
+    assert all(promised[m.name] >= 0.98 * m.rate_rps for m in plan.models)  # by formulas a percent less near the limit
     assert plan.expected.gpus_used < PUBLISHED[scenario]["gpus"]
 
 
