@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import urllib.error
 import urllib.request
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from tenuto.placement.versions import path_of
 
 T = TypeVar("T")
 CLIENT_KEY = "TENUTO_API_KEY"
+_READING = threading.Lock()  # msgspec crashes where two threads build the reader of one type, at its first use
 
 
 def client_key() -> str:
@@ -55,9 +57,10 @@ def get_told(url: str, kind: type[T], timeout_s: float = 5.0) -> T:  # limit: fo
     """
     status, body = _get(url, timeout_s)
     try:
-        if status < 400:
-            return msgspec.json.decode(body, type=kind)
-        reason = msgspec.json.decode(body, type=_Refusal).error
+        with _READING:
+            if status < 400:
+                return msgspec.json.decode(body, type=kind)
+            reason = msgspec.json.decode(body, type=_Refusal).error
     except msgspec.MsgspecError:
         reason = "not a Tenuto server"
     raise EnvironmentFaultError(f"{url}: {reason}")

@@ -1,11 +1,14 @@
 """Questions to a running server show the key to that server only."""
 
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
+import msgspec
 import pytest
 
-from tenuto.deployments.serve.endpoint import CLIENT_KEY, get_json
+from tenuto.deployments.serve.endpoint import CLIENT_KEY, get_json, get_told
 from tenuto.errors import EnvironmentFaultError
 
 
@@ -31,3 +34,32 @@ def test_a_redirect_is_not_followed_with_the_key(monkeypatch: pytest.MonkeyPatch
             get_json(f"http://127.0.0.1:{server.server_port}/v2")
         server.shutdown()
     assert Redirecting.seen == ["/v2"]
+
+
+class Answering(Redirecting):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def test_answers_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that build msgspec's reader of one type at once crash the process, as `fleet check` did with two
+    cells."""
+    reading, most = 0, 0
+
+    def decode(_body: bytes, type: object) -> object:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        time.sleep(0.02)  # others would come meanwhile
+        reading -= 1
+        return type
+
+    monkeypatch.setattr(msgspec.json, "decode", decode)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server, ThreadPoolExecutor(4) as pool:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/status"
+        assert list(pool.map(lambda _: get_told(url, dict), range(4))) == [dict] * 4
+        server.shutdown()
+    assert most == 1
