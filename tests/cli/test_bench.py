@@ -176,7 +176,7 @@ def test_interrupting_writes_the_first_part_and_marks_it(plan_file: str, tmp_pat
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.night)])
 def test_interrupting_reaches_clients_on_ray(plan_file: str, tmp_path: Path, number: int, local_ray: LocalRay) -> None:
     local_ray.connect()
     interrupt(plan_file, tmp_path / "out", "2", number)

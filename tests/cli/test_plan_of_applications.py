@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.planning import plan_search
 from tenuto.cli import main
 from tenuto.documents import dump_yaml
 
@@ -101,15 +100,15 @@ def test_texts_and_tokens_are_compared_as_tensors_are(
 
 
 def test_an_application_that_generates_is_planned_where_its_tensors_fit(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan_search, "CONFIRMING", 1)  # longer trials take 7 s
     stages = [{"model": "read"}, {"model": "write", "after": ["read"], "inputs": {"text_input": "question"}}]
     app = {"name": "app", "rate_rps": 1, "slo_ms": 5000, "stages": stages, "streams": True}
     models = [{**WRITE, "rate_rps": 1}, model_of_ids("int64")]
+    asked = ["plan", str(tmp_path / "w.yaml"), "--option", "requests=20"]
     (tmp_path / "w.yaml").write_text(dump_yaml({"models": models, "applications": [app]}))
     with pytest.raises(SystemExit) as left:
-        main(["plan", str(tmp_path / "w.yaml"), "--gpus", "a100-80gb:2", "-o", str(tmp_path / "p.yaml")])
+        main([*asked, "--gpus", "a100-80gb:2", "-o", str(tmp_path / "p.yaml")])
     assert left.value.code == 0, capsys.readouterr().err
 
 
