@@ -1,0 +1,291 @@
+"""A day of a fleet in virtual time: every so many minutes a step of the planner, requests in drawn seconds between.
+
+Fleet and models are those of `bench_fleet`, on average `--load` of what all GPUs cost by the fluid. The rate of each
+model follows the sum of its part of the functions of `azure_like`, minute by minute; at `--doubling` of the day a
+tenant with a twentieth of the models asks for twice as much. With `--failures` nodes end, on average so many times a
+day each: drawn times, for good. One minute after a loss is a step, which has what is left.
+
+A step takes each model's highest rate of the last `LOOK` minutes as they were a minute before, because that long it
+takes to plan and to begin, and plans near what runs. Plans are in force at once and cost no requests by themselves: the
+figures are without the loss of gpu-lets that start and stop.
+
+Between steps `--windows` minutes are drawn. In each the traffic of every cell is simulated request by request for
+`--seconds` at the rates of that minute. The rest is a fluid: of each model what its cells' plans promise. The
+attainment of a model is that of the fluid over all minutes, and added to it what the simulated seconds differ from the
+fluid of the same seconds. `--full` simulates every second of every minute. The minute of a failure is simulated whole,
+apart, and is no part of the attainment.
+
+Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of the minutes
+until the next step, of every `--clairvoyant`th step.
+
+Run: python lab/benchmarks/bench_fleet_day.py [--cells 5] [--cell 40] [--models 50] [--every 15] [--svg day.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from azure_like import MINUTES, write_day
+from bench_fleet import Scene, draw, planned
+from numpy.typing import NDArray
+from placement_scenes import machine
+from svg_panels import Panel, Series
+from svg_panels import draw as picture
+
+from tenuto.loadgen.simulated import Simulation
+from tenuto.outcome import Outcome
+from tenuto.placement import Cluster, Plan
+from tenuto.placement.cluster import node_of
+from tenuto.placement.fleet.traffic_spread import HEADROOM, Shares
+
+LOOK = 15  # minutes
+TENANT = 20  # every so manieth model is the tenant's
+WARM_UP_S = 0.5
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass
+class Day:
+    """What a day came to. By model: requests, those that the fluid serves, and of the simulated seconds requests, those
+    in time and those that the fluid serves. `failures` has the lost part of the worst model in each minute of one."""
+
+    offered: Numbers
+    fluid: Numbers
+    sampled: Numbers
+    in_time: Numbers
+    sampled_fluid: Numbers
+    gpu_h: float = 0.0
+    cost: float = 0.0
+    requests: int = 0
+    failures: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, models: int) -> Day:
+        """Return a day before its first minute."""
+        offered, fluid, sampled, in_time, sampled_fluid = (np.zeros(models) for _ in range(5))
+        return cls(offered, fluid, sampled, in_time, sampled_fluid)
+
+    def attainments(self) -> Numbers:
+        """Return by model the part in time; NaN for one without requests."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            differs = np.nan_to_num((self.in_time - self.sampled_fluid) / self.sampled)
+            result: Numbers = np.clip(self.fluid / self.offered + differs, 0.0, 1.0)
+        return result
+
+
+@dataclass
+class Running:
+    """What runs: the plan of each cell and the traffic."""
+
+    plans: dict[str, Plan] = field(default_factory=dict)
+    traffic: Shares = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs hold something."""
+        return sum(plan.expected.gpus_used for plan in self.plans.values())
+
+    @property
+    def cost(self) -> float:
+        """What these cost an hour."""
+        return sum(plan.expected.cost_per_hour or 0.0 for plan in self.plans.values())
+
+    def served(self, names: Sequence[str], rates: Numbers) -> Numbers:
+        """Return by model the rate that the plans promise of the rates that clients send."""
+        served = np.zeros(len(names))
+        for place, name in enumerate(names):
+            for cell, share in self.traffic.get(name, {}).items():
+                promise = self.plans[cell].expected.models.get(name) if cell in self.plans else None
+                if promise is not None:
+                    more = 1.0 if name in self.plans[cell].unserved_reasons else HEADROOM
+                    served[place] += min(share * rates[place], more * promise.goodput_rps)
+        return served
+
+    def simulated(
+        self, names: Sequence[str], rates: Numbers, seconds: float, seed: int, lost: frozenset[str] = frozenset()
+    ) -> tuple[Numbers, Numbers]:
+        """Return by model the requests and those in time of so many seconds. The GPUs `lost` end as these begin.
+        Requests to a cell that has no such model are late."""
+        offered, in_time, losses = np.zeros(len(names)), np.zeros(len(names)), ((WARM_UP_S, lost),) if lost else ()
+        for number, (cell, plan) in enumerate(self.plans.items()):
+            sent = {name: self.traffic.get(name, {}).get(cell, 0.0) * float(rates[at]) for at, name in enumerate(names)}
+            hosted = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+            for at, name in enumerate(names):
+                if sent[name] > 0.0 and name not in hosted:
+                    offered[at] += sent[name] * seconds
+            specs = tuple(
+                spec.with_rate_scaled(max(sent[spec.name], 1e-6) / spec.rate_rps)
+                for spec in plan.models
+                if spec.name in hosted
+            )
+            if not specs:
+                continue
+            now = plan.model_copy(update={"models": specs})
+            whole_s, draws = seconds + WARM_UP_S, 1000 * seed + number
+            simulation = Simulation.of_plan(now, losses=losses, duration_s=whole_s, warmup_s=WARM_UP_S, seed=draws)
+            counts = simulation.run().result.counts()
+            for spec, row in zip(specs, counts, strict=True):
+                offered[names.index(spec.name)] += row.sum()
+                in_time[names.index(spec.name)] += row[Outcome.OK]
+        return offered, in_time
+
+
+def demand(scene: Scene, seed: int, doubling: float) -> Numbers:
+    """Return the rates of a day: a row for each minute, a column for each model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "day.csv"
+        write_day(path, seed)
+        table = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(4, 4 + MINUTES))
+    rates = np.zeros((MINUTES, len(scene.workload.models)))
+    for place, spec in enumerate(scene.workload.models):
+        if len(scene.workload.models) <= len(table) // 2:
+            row = table[place :: len(scene.workload.models)].sum(axis=0)
+        else:
+            row = table[place % len(table)]
+        rates[:, place] = spec.rate_rps * row / row.mean()
+    rates[round(doubling * MINUTES) :, ::TENANT] *= 2.0
+    return rates
+
+
+def at_rates(scene: Scene, rates: Numbers) -> Scene:
+    """Return the scene where models have these rates."""
+    specs = zip(scene.workload.models, rates, strict=True)
+    models = tuple(spec.with_rate_scaled(max(0.1, float(rate)) / spec.rate_rps) for spec, rate in specs)
+    return replace(scene, workload=scene.workload.model_copy(update={"models": models}))
+
+
+def without(scene: Scene, node: str) -> Scene:
+    """Return the scene without a node."""
+    cells = []
+    for cell in scene.cells:
+        left = [gpu for gpu in cell.cluster.gpus if node_of(gpu.id) != node]
+        cells.append(replace(cell, cluster=Cluster.of(left)))
+    return replace(scene, cells=tuple(cells))
+
+
+def failures(scene: Scene, per_day: float, minutes: int, rng: np.random.Generator) -> dict[int, str]:
+    """Return the nodes that end, by minute; one in a minute at most."""
+    nodes = sorted({node_of(gpu.id) for gpu in scene.joint.gpus})
+    at = {node: rng.exponential(MINUTES / per_day) for node in nodes} if per_day else {}
+    return {int(minute): node for node, minute in at.items() if 1 <= minute < minutes - 1}
+
+
+def run(seed: int, given: argparse.Namespace) -> None:
+    """Print the figures of a seed."""
+    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=False)
+    names, gpus = [spec.name for spec in scene.workload.models], len(scene.joint.gpus)
+    minutes = round(given.hours * 60)
+    rates = demand(scene, seed, given.doubling)[:minutes]
+    rng = np.random.default_rng(seed)
+    lost = failures(scene, given.failures, minutes, rng)
+    starts = sorted({*range(0, minutes, given.every), *(minute + 1 for minute in lost)})
+    day, running, since = Day.of(len(names)), Running(), time.process_time()
+    plan_s, short, seen = 0.0, 0, list[tuple[float, float, float, float]]()
+    own, clairvoyant = 0.0, 0.0
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], minutes], strict=True)):
+        if start - 1 in lost:
+            scene = without(scene, lost[start - 1])
+            running.plans = {name: _left(plan, lost[start - 1]) for name, plan in running.plans.items()}
+        seen_until = max(1, start - 1)
+        now = at_rates(scene, rates[max(0, seen_until - LOOK) : seen_until].max(axis=0))
+        done, took = planned(now, running.plans, given.policy)
+        running = Running({**running.plans, **done.plans}, done.traffic)
+        plan_s, short = plan_s + took.wall_s, short + bool(done.spread.lacking)
+        day.gpu_h += running.gpus * (end - start) / 60.0
+        day.cost += running.cost * (end - start) / 60.0
+        if given.clairvoyant and number % given.clairvoyant == 0:
+            ideal, _ = planned(at_rates(scene, rates[start:end].mean(axis=0)), {}, given.policy)
+            clairvoyant += sum(p.expected.gpus_used for p in ideal.plans.values()) * (end - start) / 60.0
+            own += running.gpus * (end - start) / 60.0
+        quiet = [minute for minute in range(start, end) if minute not in lost]
+        for minute in quiet:
+            day.offered += 60.0 * rates[minute]
+            day.fluid += 60.0 * running.served(names, rates[minute])
+        drawn = quiet if given.full else rng.permutation(quiet)[: given.windows].tolist()
+        for minute in drawn:
+            offered, in_time = running.simulated(
+                names, rates[minute], 60.0 if given.full else given.seconds, seed * MINUTES + minute
+            )
+            part = running.served(names, rates[minute]) / np.maximum(rates[minute], 1e-9)
+            day.sampled += offered
+            day.in_time += in_time
+            day.sampled_fluid += part * offered
+            day.requests += int(offered.sum())
+        for minute in range(start, end):
+            if minute in lost:
+                gone = frozenset(
+                    g.id for plan in running.plans.values() for g in plan.gpus if node_of(g.id) == lost[minute]
+                )
+                offered, in_time = running.simulated(names, rates[minute], 60.0, seed * MINUTES + minute, gone)
+                day.failures.append(float(np.nanmax(1.0 - in_time / np.where(offered, offered, np.nan))))
+        good = day.attainments()
+        seen.append((end / 60.0, float(rates[start:end].sum(axis=1).mean()), running.gpus, 100.0 * _all(day, good)))
+    attained = day.attainments()
+    worst = int(np.nanargmin(attained))
+    peak, _ = planned(at_rates(scene, rates.max(axis=0)), {}, given.policy)
+    static = sum(p.expected.gpus_used for p in peak.plans.values()) * minutes / 60.0
+    lacking = f", {len(peak.spread.lacking)} models lack room there" if peak.spread.lacking else ""
+    print(
+        f"seed {seed}: {given.hours:g} h of {gpus} GPUs, {len(names)} models, {len(starts)} steps "
+        f"({plan_s:.0f} s of planning, {time.process_time() - since:.0f} CPU s of this process); {day.requests:,} of "
+        f"{day.offered.sum():,.0f} requests simulated; in time {_all(day, attained):.3%}, worst model {names[worst]} "
+        f"{attained[worst]:.2%} ({day.sampled[worst]:,.0f} simulated), {int((attained < 0.99).sum())} below 99 %; "
+        f"{short} steps lacked room; GPU-hours {day.gpu_h:,.1f} ({day.cost:,.0f} $), {day.gpu_h / static:.3f} of a "
+        f"static plan for the peak{lacking}"
+        + (f", {own / clairvoyant:.3f} of the clairvoyant one" if clairvoyant else "")
+        + (f"; {len(day.failures)} nodes lost, worst model loses {max(day.failures):.2%}" if day.failures else ""),
+        flush=True,
+    )
+    if given.svg:
+        _draw(Path(given.svg), f"A day of {gpus} GPUs in {given.cells} cells (simulated)", seen)
+
+
+def _all(day: Day, attained: Numbers) -> float:
+    """Return the part of all requests that is in time."""
+    return float(np.nansum(attained * day.offered) / day.offered.sum())
+
+
+def _left(plan: Plan, node: str) -> Plan:
+    """Return what is left of a plan without a node."""
+    gone = {gpu.id for gpu in plan.gpus if node_of(gpu.id) == node}
+    gpulets = tuple(gpulet for gpulet in plan.gpulets if gone.isdisjoint(gpulet.gpus))
+    gpus = tuple(gpu for gpu in plan.gpus if gpu.id not in gone)
+    return plan.model_copy(update={"gpulets": gpulets, "gpus": gpus})
+
+
+def _draw(path: Path, title: str, seen: Sequence[tuple[float, float, float, float]]) -> None:
+    hours, load, gpus, attained = ([row[at] for row in seen] for at in range(4))
+    panels = [
+        Panel("requests per second", [Series("all models", hours, load, "#1f77b4", steps=True)]),
+        Panel("GPUs", [Series("in use", hours, gpus, "#999", steps=True)]),
+        Panel("not in time so far, %", [Series("all models", hours, [100 - a for a in attained], "#d62728")]),
+    ]
+    path.write_text(picture(title, panels, "h"), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the figures of every seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    counts: Mapping[str, int] = {"cells": 5, "cell": 40, "models": 50, "every": 15, "windows": 1, "clairvoyant": 8}
+    for name, value in {**counts, "first-seed": 1, "seeds": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, number in {"hours": 24.0, "load": 0.4, "doubling": 0.6, "failures": 0.0, "seconds": 2.0}.items():
+        parser.add_argument(f"--{name}", type=float, default=number)
+    parser.add_argument("--policy", default="tenuto")
+    parser.add_argument("--full", action="store_true", help="simulate every second")
+    parser.add_argument("--svg", help="draw load, GPUs and attainment over time, of the last seed")
+    given = parser.parse_args(arguments)
+    print(machine("numpy", "highspy"))
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        run(seed, given)
+
+
+if __name__ == "__main__":
+    main()
