@@ -102,12 +102,12 @@ def arranged(
             return plan
         outlooks = Outlooks(carries=scene.carries)
         aims = outlooks.of(plan.model_copy(update={"models": scene.workload.models})).parts
-        return _ReplicaAdder(_apart(plan, constrained) if is_fixed else plan, scene, aims).done()
+        return _with_replicas(_apart(plan, constrained) if is_fixed else plan, scene, aims)
     if is_fixed and constrained:
         plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, constrained))})
     if at_most == 0:
         return plan
-    return _ReplicaAdder(plan, scene, parts, at_most, promises=True).done()
+    return _with_replicas(plan, scene, parts, at_most, promises=True)
 
 
 def _allowed(
@@ -206,6 +206,30 @@ def _best_places(gpus: Sequence[PlannedGpu], worth: Callable[[str, str], float])
 # --- replicas are added ---------------------------------------------------------------------------------------------
 
 
+def _with_replicas(
+    plan: Plan,
+    scene: PlacementContext,
+    aims: Mapping[str, float],
+    at_most: int | None = None,
+    *,
+    promises: bool = False,
+) -> Plan:
+    """Return a plan with the replicas that it lacks (see `_ReplicaAdder`).
+
+    Where GPUs are bought, this is done a second time, in search of a cheaper plan: models get replicas on GPUs that are
+    there as long as any of them is helped by one, and those bought are the cheapest for what they make up for. Such a
+    plan may cost more in the end, or lack what no single replica makes up for; then the first one is taken.
+    """
+    few = _ReplicaAdder(plan, scene, aims, at_most, promises=promises)
+    with_few = few.done()
+    if not few.price:
+        return with_few
+    below = few.price if not few.lacking_rps else math.inf
+    cheap = _ReplicaAdder(plan, scene, aims, at_most, promises=promises, below=below)
+    with_cheap = cheap.done()
+    return with_cheap if (cheap.lacking_rps, cheap.price) < (few.lacking_rps, few.price) else with_few
+
+
 class _ReplicaAdder:
     """Adds replicas until each model keeps what it asks for after every loss, and after the removal of replicas from
     places that are not allowed."""
@@ -218,10 +242,14 @@ class _ReplicaAdder:
         at_most: int | None = None,
         *,
         promises: bool = False,
+        below: float | None = None,
     ) -> None:
         """`aims`: the part of each model's requests that the plan is to serve, or to promise, while nothing is lost;
-        `at_most`: replicas that may be added."""
+        `at_most`: replicas that may be added. `below`: GPUs are bought only where no other replica helps, the cheapest
+        for what they make up for, until they cost so much; None: one that makes up for all comes first."""
         self._left, self._promises = float("inf") if at_most is None else at_most, promises
+        self.price = 0.0  # of the GPUs that were bought, per hour
+        self._below, self._lacking_rps = below, dict[str, float]()
         self._plan = scene.sharing.completed(plan.model_copy(update={"models": scene.workload.models}))
         self._specs = {spec.name: spec for spec in scene.workload.models}
         self._scene, self._aims = scene, aims
@@ -248,20 +276,35 @@ class _ReplicaAdder:
                     self._add_for(domain, hopeless)
         return self._plan
 
+    @property
+    def lacking_rps(self) -> float:
+        """What models lack in all cases together, once all is done."""
+        return math.fsum(self._lacking_rps.values())
+
     def _add_for(self, domain: FailureDomain, hopeless: set[tuple[str, str]]) -> None:
         """Add replicas until models keep enough after a loss, and remember for which ones nothing helps."""
-        short = self._short(self._plan, domain)
-        while self._left > 0:
+        short, stuck = (
+            self._short(self._plan, domain),
+            set[str](),
+        )  # models that no replica helps where nothing is bought
+        while True:
+            self._lacking_rps[domain.name] = math.fsum(short.values())
             able = {name: missing for name, missing in short.items() if (domain.name, name) not in hopeless}
-            if not able:
+            if not able or self._left <= 0 or (self._below is not None and self.price >= self._below - SLIGHT):
                 return
-            name = max(able, key=lambda name: (able[name], name))
-            better = self._with_one_more(domain, name, short)
-            if better is None:
-                hopeless.add((domain.name, name))
-            else:
+            name = max(able.keys() - stuck or able, key=lambda name: (able[name], name))
+            is_bought = None if self._below is None else name in stuck
+            names = [*able] if is_bought else [name]
+            better = self._with_one_more(domain, names, short, is_bought=is_bought)
+            if better is not None:
+                if len(better[0].gpus) > len(self._plan.gpus):
+                    stuck.clear()
                 self._plan, short = better
                 self._left -= 1
+            elif is_bought is False:
+                stuck.add(name)
+            else:
+                hopeless |= {(domain.name, name) for name in names}
 
     def _losses(self) -> Iterator[FailureDomain]:
         """Yield the cases in which models must keep their part: no loss (None), then each loss."""
@@ -300,36 +343,45 @@ class _ReplicaAdder:
         return {name: missing for name, missing in short.items() if name not in connected} | own
 
     def _with_one_more(
-        self, domain: FailureDomain, name: str, short: Mapping[str, float]
+        self, domain: FailureDomain, names: Sequence[str], short: Mapping[str, float], *, is_bought: bool | None
     ) -> tuple[Plan, dict[str, float]] | None:
-        """Return the plan with one more replica of a model outside a domain, to make up for the domain's loss, and what
-        models are then short of.
+        """Return the plan with one more replica of one of these models outside a domain, to make up for the domain's
+        loss, and what models are then short of.
 
         The cheapest replica that makes up for all of the loss is taken; if there is none, the one that makes up for
-        most. None: no replica helps.
+        most. With a price to stay `below`, that comes after the price for a request that is made up for. None: no
+        replica helps.
 
         Args:
             domain: that is lost.
-            name: of the model.
+            names: of the models.
             short: what models are short of after the loss, in requests per second.
+            is_bought: whether it is on a GPU that is bought; None: on any.
         """
         before = math.fsum(short.values())
         lacking = math.fsum(self._short(self._plan, self._nothing).values()) if domain.gpus else 0.0
         best: tuple[tuple[float, ...], _Place, Plan, dict[str, float]] | None = None
         now = self._outlooks.of(self._plan, self._scene.traffic)
         busy = dict(zip((g.id for g in self._plan.gpulets), now.busy, strict=True))
-        names = self._to_add(domain, name, now.parts)
+        added = ((name, other) for name in names for other in self._to_add(domain, name, now.parts))
+        places = ((name, place) for name, other in added for place in self._least_busy(domain, other, busy))
         is_whole = bool(domain.gpus) or self._plan.objective == "each"  # where all models are judged together
         held = ((*((gpu,) for gpu in g.gpus), *(replica.name for replica in g.models)) for g in self._plan.gpulets)
         together = connected_components(() if is_whole else held)
-        for place in (place for model in names for place in self._least_busy(domain, model, busy)):
-            if best is not None and (0.0, *place.cost) > best[0]:
+        for name, place in places:
+            if is_bought is not None and bool(place.price) != is_bought:
+                continue
+            dear = place.price if self._below is not None else 0.0
+            if best is not None and (dear / before, 0.0, *place.cost) > best[0]:
                 continue  # even if it made up for all
             plan = self._with(place)
             left = self._short(plan, domain) if is_whole else self._short_with(place, plan, short, together)
             after = math.fsum(left.values())
-            rank = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
-            if after >= before - SLIGHT or (best is not None and rank >= best[0]):
+            if after >= before - SLIGHT:
+                continue
+            order = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
+            rank = (dear / (before - after), *order)
+            if best is not None and rank >= best[0]:
                 continue
             if domain.gpus and math.fsum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
                 continue  # what is safe after a loss is no gain where it costs every day
@@ -341,6 +393,7 @@ class _ReplicaAdder:
         _, place, plan, left = best
         bought = self._pool.next_gpu(place.gpu.type) if place.price else None
         if bought is not None:
+            self.price += place.price
             self._buyable[place.gpu.type] = bought
         return plan, left
 
