@@ -20,11 +20,13 @@ _AT_ONCE = 16  # limit: cells that are asked at once
 
 @dataclass(frozen=True)
 class CellReport:
-    """A cell with the plan that it says runs there. `cell` is None when it was never seen; `notes` are for people."""
+    """A cell with the plan that it says runs there, and all else that it says; both are None when it does not answer.
+    `cell` is None when it was never seen; `notes` are for people."""
 
     cell: Cell | None
     plan: Plan | None
     notes: tuple[str, ...] = ()
+    status: SystemStatus | None = None
 
 
 def observe(urls: Mapping[str, tuple[str, str]], before: Mapping[str, Cell]) -> dict[str, CellReport]:
@@ -74,7 +76,7 @@ def _observed(name: str, url: str, operator_url: str, before: Cell | None) -> Ce
         version=status.version,
         unready=_why_unready(status),
     )
-    return CellReport(cell, plan, tuple(notes))
+    return CellReport(cell, plan, tuple(notes), status)
 
 
 def _why_unready(status: SystemStatus) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.request
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -22,6 +24,7 @@ from tenuto.cli.common import (
     profiles_option,
     say,
     tell,
+    wants_json,
     write_file,
 )
 from tenuto.cli.tables import percent, print_table
@@ -41,9 +44,11 @@ from tenuto.placement.slo_rules import load_workload
 
 if TYPE_CHECKING:
     from tenuto.deployments.fleet.observation import CellReport
+    from tenuto.deployments.wire.status import SystemStatus
 
 _STEP, _WEIGHTS, _CELLS, _LOST = "step.yaml", "weights.yaml", "cells", "lost"
 _ANSWER_S = 5.0  # limit: for a proxy's answer
+_EVERY_S = 5.0  # default: between looks at a fleet
 
 
 @click.group("fleet", short_help="Spread one workload over several clusters.")
@@ -67,14 +72,38 @@ def command() -> None:
 @click.option(
     "-o", "--output", "path", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Fleet file."
 )
+@click.option("--page", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the fleet: an HTML page.")
+@click.option(
+    "--watch",
+    "every_s",
+    is_flag=False,
+    flag_value=_EVERY_S,
+    type=click.FloatRange(1.0, 3600.0),
+    metavar="[SECONDS]",
+    help=f"Ask again and write again every so many seconds ({_EVERY_S:g}) until Ctrl-C. With --json: once.",
+)
 @json_option
-def observe(cells: tuple[str, ...], path: str) -> int:
+def observe(cells: tuple[str, ...], path: str, page: str | None, every_s: float | None) -> int:
     """Ask each cell what it is and what runs there. Cells that FILE has already are asked again.
 
     Exit code 1: a cell did not answer. It keeps its last state.
 
     Example: tenuto fleet observe --cell east=http://10.0.0.1:8000 --cell west=http://10.1.0.1:8000 -o fleet.yaml
     """
+    every_s = None if wants_json() else every_s
+    last: dict[str, SystemStatus] = {}
+    seen = _ask_and_write(cells, path, page, last, every_s)
+    while every_s is not None:
+        last |= {name: each.status for name, each in seen.items() if each.status is not None}
+        time.sleep(every_s)
+        seen = _ask_and_write(cells, path, page, last, every_s)
+    return int(any(each.plan is None for each in seen.values()))
+
+
+def _ask_and_write(
+    cells: tuple[str, ...], path: str, page: str | None, last: Mapping[str, SystemStatus], every_s: float | None
+) -> dict[str, CellReport]:
+    """Ask the cells, and write and print what they say; `last` is what they said at the last look."""
     before = FleetFile.load(path) if Path(path).exists() else None
     known = {} if before is None else {cell.name: cell for cell in before.cells}
     urls = {name: (cell.url, cell.operator_url or cell.url) for name, cell in known.items() if cell.url is not None}
@@ -83,6 +112,7 @@ def observe(cells: tuple[str, ...], path: str) -> int:
         urls[name] = (url.rstrip("/"), (operators or url).rstrip("/"))
     if not urls:
         raise refused("--cell", None, "is not given, and FILE has no cell with a URL", "Name one: --cell NAME=URL.")
+    from tenuto.deployments.fleet.observation import CellReport
     from tenuto.deployments.fleet.observation import observe as ask_cells
 
     seen = ask_cells(urls, known)
@@ -97,13 +127,19 @@ def observe(cells: tuple[str, ...], path: str) -> int:
             text = json.dumps(each.plan.to_data())
             write_file(str(Path(path).parent / each.cell.plan), text, what=f"what runs in {name}")
     write_file(path, fleet.dump())
+    if page is not None:
+        from tenuto.loadgen.report.fleet_page import render_fleet
+
+        reports = {cell.name: seen.get(cell.name, CellReport(cell, None)) for cell in fleet.cells} | seen
+        plans = {cell.name: reports[cell.name].plan or running_plan(cell, Path(path).parent) for cell in fleet.cells}
+        write_file(page, render_fleet(reports, plans, last, datetime.now(UTC), every_s), option="--page")
     if not printed_as_json(fleet.model_dump(mode="json", by_alias=True)):
         rows = [
             (cell.name, str(len(cell.cluster.gpus)), str(len(cell.rates_rps)), cell.version or "-", cell.unready or "-")
             for cell in fleet.cells
         ]
         print_table(("cell", "GPUs", "models", "version", "not ready"), rows, left=("version", "not ready"))
-    return int(any(each.plan is None for each in seen.values()))
+    return seen
 
 
 def _say_notes(seen: Mapping[str, CellReport]) -> None:

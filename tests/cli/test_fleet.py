@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tenuto.cli import main
-from tenuto.deployments.wire.status import GpuletStatus, SystemStatus
+from tenuto.deployments.wire.status import GpuletStatus, ModelStatus, SystemStatus
 from tenuto.placement import Plan
 
 WORKLOAD = """
@@ -29,14 +29,14 @@ class Cell(HTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Status)
         self.plan: Plan | None = None
-        self.version, self.down = "0.1.0", False
+        self.version, self.down, self.counts = "0.1.0", False, dict[str, ModelStatus]()
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def status(self) -> SystemStatus:
         gpulets = [] if self.plan is None else [GpuletStatus(id=g.id, up=not self.down) for g in self.plan.gpulets]
         data = None if self.plan is None else self.plan.to_data()
-        return SystemStatus(plan=data, models={}, gpulets=gpulets, version=self.version)
+        return SystemStatus(plan=data, models=self.counts, gpulets=gpulets, version=self.version)
 
 
 class _Status(BaseHTTPRequestHandler):
@@ -103,12 +103,36 @@ def test_from_a_file_by_hand_to_a_step_that_is_done(
     assert step_of(Path("step"))["changes"] == []
     assert list(Path("step/cells").iterdir()) == []
 
-    # A cell that does not answer keeps its last state; another version and gpu-lets that are down are said.
+    # A cell that does not answer keeps its last state; another version and gpu-lets that are down are said, also by a
+    # page that is drawn again after a second. What cells say stays text.
     cells["east"].shutdown()
     cells["east"].server_close()
-    cells["west"].version, cells["west"].down = "0.0.9", True
+    cells["west"].version, cells["west"].down = "0.0.9<script>", True
+    cells["west"].counts = {"bert": ModelStatus(ok=90, late=10), "<img>": ModelStatus(late=1)}
     capsys.readouterr()
-    assert tenuto("observe", "-o", "fleet.yaml") == 1
+    pages: list[str] = []
+
+    def sleep(_: float) -> None:
+        pages.append(Path("fleet.html").read_text(encoding="utf-8"))
+        cells["west"].counts = {"bert": ModelStatus(ok=190, late=10)}
+        if len(pages) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tenuto.cli.fleet.time.sleep", sleep)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(["fleet", "observe", "-o", "fleet.yaml", "--page", "fleet.html", "--watch", "7"])
+    for why in ("90.00 % of 100 requests in time since the start", "its cell does not answer", "gpu-lets down: "):
+        assert why in pages[0]
+    assert "<script" not in pages[0]
+    assert "<img" not in pages[0]
+    assert "runs Tenuto 0.0.9&lt;script&gt;" in pages[0]
+    assert "&lt;img&gt;" in pages[0]
+    assert 'http-equiv="refresh" content="7"' in pages[0]
+    assert pages[0].count("class=unknown") == len(Plan.load("east.plan.json").gpulets)
+    assert "in time since" not in pages[1]  # all were in time since the last look
+    capsys.readouterr()
+    assert tenuto("observe", "-o", "fleet.yaml", "--page", "fleet.html") == 1
+    assert "refresh" not in Path("fleet.html").read_text(encoding="utf-8")
     said = capsys.readouterr()
     assert "cell east is as" in said.err
     assert "runs Tenuto 0.0.9" in said.err
