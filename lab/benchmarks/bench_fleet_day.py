@@ -185,6 +185,7 @@ def run(seed: int, given: argparse.Namespace) -> None:
     rates = demand(scene, seed, given.doubling)[:minutes]
     rng = np.random.default_rng(seed)
     lost = failures(scene, given.failures, minutes, rng)
+    peak, _ = planned(at_rates(scene, rates.max(axis=0)), {}, given.policy)
     starts = sorted({*range(0, minutes, given.every), *(minute + 1 for minute in lost)})
     day, running, since = Day.of(len(names)), Running(), time.process_time()
     plan_s, short, seen = 0.0, 0, list[tuple[float, float, float, float]]()
@@ -229,7 +230,6 @@ def run(seed: int, given: argparse.Namespace) -> None:
         seen.append((end / 60.0, float(rates[start:end].sum(axis=1).mean()), running.gpus, 100.0 * _all(day, good)))
     attained = day.attainments()
     worst = int(np.nanargmin(attained))
-    peak, _ = planned(at_rates(scene, rates.max(axis=0)), {}, given.policy)
     static = sum(p.expected.gpus_used for p in peak.plans.values()) * minutes / 60.0
     lacking = f", {len(peak.spread.lacking)} models lack room there" if peak.spread.lacking else ""
     print(
