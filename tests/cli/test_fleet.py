@@ -6,6 +6,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -118,7 +119,7 @@ def test_from_a_file_by_hand_to_a_step_that_is_done(
         if len(pages) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("tenuto.cli.fleet.time.sleep", sleep)
+    monkeypatch.setattr("tenuto.cli.fleet.time", SimpleNamespace(sleep=sleep))  # not for other threads
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         main(["fleet", "observe", "-o", "fleet.yaml", "--page", "fleet.html", "--watch", "7"])
     for why in ("90.00 % of 100 requests in time since the start", "its cell does not answer", "gpu-lets down: "):
