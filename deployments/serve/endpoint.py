@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import urllib.error
 import urllib.request
+from http.client import HTTPResponse
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -19,6 +21,8 @@ from tenuto.placement.versions import path_of
 
 T = TypeVar("T")
 CLIENT_KEY = "TENUTO_API_KEY"
+_MOST_BYTES = 64 << 20  # limit: of an answer
+_PART_BYTES = 1 << 16  # limit: that are read at once
 _READING = threading.Lock()  # msgspec crashes where two threads build the reader of one type, at its first use
 
 
@@ -77,16 +81,26 @@ def _get(url: str, timeout_s: float, sent: bytes | None = None) -> tuple[int, by
     request = urllib.request.Request(url, sent, {"Authorization": f"Bearer {key}"} if key else {})
     try:
         with open_directly(request, timeout_s) as response:
-            return response.status, response.read()
+            return response.status, _read_body(response, timeout_s)
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, error.read()
+            return error.code, _read_body(error, timeout_s)
     except (OSError, ValueError) as error:
         proxy = urllib.request.getproxies().get(request.type)
         unused = f" A server is asked directly, and not through the proxy {proxy}." if proxy else ""
         raise EnvironmentFaultError(
             f"{url} does not answer ({error}).{unused} Start the server with `tenuto serve PLAN`."
         ) from error
+
+
+def _read_body(response: HTTPResponse | urllib.error.HTTPError, within_s: float) -> bytes:
+    """Return a body, which nobody may make endless: neither long nor slow."""
+    body, ends_s = bytearray(), time.monotonic() + within_s
+    while part := response.read1(_PART_BYTES):
+        body += part
+        if len(body) > _MOST_BYTES or time.monotonic() > ends_s:
+            raise ValueError(f"its answer is over {_MOST_BYTES >> 20} MiB, or takes over {within_s:g} s")
+    return bytes(body)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

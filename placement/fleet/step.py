@@ -52,7 +52,8 @@ class CellChange(StrictModel):
 
 class FleetStep(StrictModel):
     """Changes in their order. `fleet` is the file that the step was made from, `others` are the fingerprints of what
-    runs in the cells that stay, and `id` tells this step from others; proxies say it where its weights are in force."""
+    runs in the cells that stay; of these `idle` get no traffic. `id` tells this step from others; proxies say it where
+    its weights are in force."""
 
     schema_version: SchemaVersion = SCHEMA
     id: str
@@ -60,6 +61,7 @@ class FleetStep(StrictModel):
     version: str
     changes: tuple[CellChange, ...] = ()
     others: dict[str, str] = Field(default_factory=dict)
+    idle: tuple[str, ...] = ()
 
 
 def make_step(
@@ -81,9 +83,10 @@ def make_step(
     changes.sort(key=lambda change: (PHASES.index(change.phase), change.cell))
     others = {name: before for name, before in running.items() if name not in plan.plans}
     traffic = {model: dict(shares) for model, shares in plan.traffic.items()}
+    idle = tuple(name for name in others if not any(name in shares for shares in traffic.values()))
     content = json.dumps([[c.model_dump() for c in changes], others, traffic], sort_keys=True)
     number = hashlib.sha256(content.encode()).hexdigest()[:_DIGITS]
-    return FleetStep(id=number, fleet=fleet, version=version, changes=tuple(changes), others=others)
+    return FleetStep(id=number, fleet=fleet, version=version, changes=tuple(changes), others=others, idle=idle)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,10 @@ def check_step(step: FleetStep, seen: Mapping[str, SeenCell], traffic_id: str | 
         if cell.unready:
             problems.append(f"{change.cell} is not to be changed now: {cell.unready}")
     for name, before in step.others.items():
-        if seen.get(name, SeenCell(None)).running not in (None, before):
+        running = seen.get(name, SeenCell(None)).running
+        if running is None and name not in step.idle:
+            problems.append(f"{name} does not answer, and has traffic; if it is lost, plan with --without {name}")
+        if running not in (None, before):
             is_stale = True
             problems.append(f"{name} runs another plan than when the step was made")
     open_in = {p: [c for c in step.changes if c.phase == p and states[c.cell] != "done"] for p in PHASES}

@@ -1,5 +1,6 @@
 """Questions to a running server show the key to that server only."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -63,3 +64,24 @@ def test_answers_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
         assert list(pool.map(lambda _: get_told(url, dict), range(4))) == [dict] * 4
         server.shutdown()
     assert most == 1
+
+
+class Endless(Redirecting):
+    """Answers without end: as fast as it is read at /fast, a byte now and then at /slow."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        part, pause_s = (b" ", 0.02) if self.path == "/slow" else (b" " * (1 << 20), 0.0)
+        with contextlib.suppress(OSError):
+            while self.wfile.write(part):
+                time.sleep(pause_s)
+
+
+@pytest.mark.parametrize("path", ["/fast", "/slow"])
+def test_an_answer_without_end_is_given_up(path: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(EnvironmentFaultError, match="over 64 MiB, or takes over"):
+            get_json(f"http://127.0.0.1:{server.server_port}{path}", timeout_s=0.3 if path == "/slow" else 60.0)
+        server.shutdown()

@@ -322,6 +322,12 @@ def test_a_step_sees_that_another_step_changed_a_cell_that_it_leaves_alone() -> 
     before = {name: fingerprint(plan) for name, plan in first.plans.items()}
     step = make_step(again, before, {c: f"{c}.yaml" for c in again.plans}, fleet="f", version="1", canary=None)
     other = next(iter(step.others))
+    silent = check_step(step, seen({name: plan for name, plan in before.items() if name != other}), None)
+    assert silent.problems == (f"{other} does not answer, and has traffic; if it is lost, plan with --without {other}",)
+    assert (
+        check_step(step.model_copy(update={"idle": (other,)}), seen(before) | {other: SeenCell(None)}, None).problems
+        == ()
+    )
     result = check_step(step, seen(before | {other: "another"}), None)
     assert result.problems == (f"{other} runs another plan than when the step was made",)
 
