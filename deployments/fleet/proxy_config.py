@@ -73,7 +73,7 @@ def weights_of(shares: Mapping[str, float], most: int) -> dict[str, int]:
     return {cell: max(1, round(most * share / largest)) for cell, share in shares.items() if share > 0.0}
 
 
-def haproxy_files(traffic: Shares, urls: Mapping[str, str], step: str, bind: str = ":8000") -> dict[str, str]:
+def haproxy_files(traffic: Shares, urls: Mapping[str, str], step: str, bind: str) -> dict[str, str]:
     """Return `haproxy.cfg` and `models.map`. Models with the same weights share a backend. A cell without traffic of a
     model is not among its servers, so that connections to it end by themselves.
 

@@ -85,7 +85,7 @@ class Fleet:
     def plan(self, faces_rps: float, *words: str) -> None:
         """Write the next step from what runs."""
         (self.folder / "workload.yaml").write_text(workload(faces_rps), encoding="utf-8")
-        self.run(" ".join(("fleet plan workload.yaml fleet.yaml -o step", *words)))
+        self.run(" ".join(("fleet plan workload.yaml fleet.yaml -o step", "--bind", f"127.0.0.1:{self.front}", *words)))
 
     def changes(self) -> dict[str, str]:
         """Return the files of the plans that the step changes, by cell, in its order."""
@@ -114,8 +114,6 @@ class Fleet:
     def give_weights(self, program: str) -> None:
         """Start HAProxy with the weights of the step, or let it take them in."""
         file = self.folder / "step/haproxy.cfg"
-        text = file.read_text(encoding="utf-8").replace("bind :8000", f"bind 127.0.0.1:{self.front}")
-        file.write_text(text, encoding="utf-8")
         if "front" in self.processes:
             self.processes["front"].send_signal(signal.SIGUSR2)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -172,6 +173,7 @@ def _say_notes(seen: Mapping[str, CellReport]) -> None:
 @click.option("--without", multiple=True, metavar="CELL", help="Leave this cell empty; repeatable.")
 @click.option("--canary", metavar="CELL", help="Change this cell first.")
 @click.option("--kubernetes", is_flag=True, help="Write cells as parts of RayServices.")
+@click.option("--bind", default=":8000", metavar="[ADDRESS]:PORT", help="Where HAProxy listens; default: `:8000`.")
 @click.option("--gateway", default="tenuto", metavar="NAME", help="Gateway of the HTTPRoutes.")
 @click.option("--executor", type=click.Choice(get_args(ExecutorChoice)), default="auto", help="As in `tenuto plan`.")
 @json_option
@@ -186,6 +188,7 @@ def plan(
     without: tuple[str, ...],
     canary: str | None,
     kubernetes: bool,
+    bind: str,
     gateway: str,
     executor: str,
 ) -> int:
@@ -197,6 +200,8 @@ def plan(
     """
     fleet = FleetFile.load(fleet_file)
     names = [cell.name for cell in fleet.cells]
+    if re.fullmatch(r"[\w.\[\]:*-]*:\d{1,5}", bind, re.ASCII) is None:
+        raise refused("--bind", bind, "is no address with a port", "Write for example 127.0.0.1:8000.")
     for option, given in (("--without", without), ("--canary", (canary,) if canary else ())):
         for name in given:
             if name not in names:
@@ -216,14 +221,22 @@ def plan(
     files = {name: f"{_CELLS}/{name}.yaml" for name in done.plans}
     relative = os.path.relpath(fleet_file, folder)
     step = make_step(done, running, files, fleet=relative, version=__version__, canary=canary)
-    _write_step(Path(folder), step, done, fleet, executor, gateway=gateway, kubernetes=kubernetes)
+    _write_step(Path(folder), step, done, fleet, executor, bind=bind, gateway=gateway, kubernetes=kubernetes)
     if not printed_as_json({"step": step.model_dump(mode="json"), "traffic": done.traffic, "moved": done.spread.moved}):
         _print_plan(done, step, without)
     return int(bool(done.spread.lacking) or bool(done.spread.unmet))
 
 
 def _write_step(
-    folder: Path, step: FleetStep, done: FleetPlan, fleet: FleetFile, executor: str, *, gateway: str, kubernetes: bool
+    folder: Path,
+    step: FleetStep,
+    done: FleetPlan,
+    fleet: FleetFile,
+    executor: str,
+    *,
+    bind: str,
+    gateway: str,
+    kubernetes: bool,
 ) -> None:
     from tenuto.deployments.fleet.proxy_config import haproxy_files, http_routes
     from tenuto.deployments.serve.deployment import Deployment
@@ -232,7 +245,7 @@ def _write_step(
     urls = {cell.name: cell.url for cell in fleet.cells if cell.url is not None}
     texts = {_WEIGHTS: dump_yaml({"step": step.id, "models": {name: dict(of) for name, of in done.traffic.items()}})}
     if urls:
-        texts |= haproxy_files(done.traffic, urls, step.id)
+        texts |= haproxy_files(done.traffic, urls, step.id, bind)
         texts["httproutes.yaml"] = http_routes(done.traffic, urls, step.id, gateway)
         for cell in urls:
             if left := after_loss(done.traffic, cell):

@@ -73,11 +73,12 @@ def test_from_a_file_by_hand_to_a_step_that_is_done(
     data = [{"name": name, "url": cell.url, "nodes": nodes} for name, cell in cells.items()]
     Path("fleet.yaml").write_text(yaml.safe_dump({"cells": data}))
     Path("workload.yaml").write_text(WORKLOAD)
-    plan = ("plan", "workload.yaml", "fleet.yaml", "-o", "step", "--canary", "west")
+    plan = ("plan", "workload.yaml", "fleet.yaml", "-o", "step", "--canary", "west", "--bind", "127.0.0.1:8080")
     assert tenuto(*plan) == 0
     assert [change["phase"] for change in step_of(Path("step"))["changes"]] == ["canary", "room"]
     made = {path.name for path in Path("step").iterdir()}
     assert made == {"cells", "lost", "step.yaml", "weights.yaml", "haproxy.cfg", "models.map", "httproutes.yaml"}
+    assert "  bind 127.0.0.1:8080\n" in Path("step/haproxy.cfg").read_text()
     weights = yaml.safe_load(Path("step/weights.yaml").read_text())["models"]
     assert weights["bert"] == {"east": 0.5, "west": 0.5}
     lost = list(yaml.safe_load_all(Path("step/lost/east.yaml").read_text()))

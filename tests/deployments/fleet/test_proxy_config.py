@@ -32,14 +32,14 @@ def test_the_largest_share_has_the_largest_weight_and_no_share_has_none() -> Non
 
 
 def test_models_with_the_same_weights_share_a_backend() -> None:
-    files = haproxy_files(TRAFFIC, URLS, "s1")
+    files = haproxy_files(TRAFFIC, URLS, "s1", ":8000")
     assert files["models.map"] == "bert b0\ngpt_2 b1\nresnet50 b0\n"
     assert files["haproxy.cfg"].count("\nbackend ") == 4  # the two, the one of checks, and the one of unknown models
 
 
 def test_a_cell_without_a_url_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"cells\.west\.url: is missing, and proxies need it"):
-        haproxy_files(TRAFFIC, {"east": "http://10.0.0.1:8000"}, "s1")
+        haproxy_files(TRAFFIC, {"east": "http://10.0.0.1:8000"}, "s1", ":8000")
 
 
 def test_routes_have_what_the_gateway_api_requires() -> None:
