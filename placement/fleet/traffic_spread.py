@@ -179,8 +179,8 @@ class _Spreading:
         total, survive = sum(now.values()), _survive(group)
         allowed = {room.name for room in self._rooms if room.may_hold(group)}
         shares = {cell: share / total for cell, share in now.items() if cell in allowed and total > 0.0}
-        if survive is not None and len(shares) < 2:
-            return 1.0
+        if survive is not None and len(shares) < 2 <= len(allowed):
+            return 1.0  # it is laid on several cells anew; when only one may hold it, it keeps that one
         factor, left = _planned_factor(group, shares), 1.0 - sum(shares.values())
         for cell, share in shares.items():
             fits = self._cells.fit(group, cell, factor * share)[0] / factor
@@ -227,10 +227,13 @@ class _Spreading:
                     group, max(alike, key=lambda cell: (cell in held, self._cells.idle_part(cell), cell)), share
                 )
             return bool(whole)
-        for cell in sorted(cells, key=lambda cell: (cell not in held, -self._cells.idle_part(cell), cell)):
+        left = [cell for cell in self._running.get(group.name, {}) if cell in allowed and cell in self._givers]
+        order = sorted(cells, key=lambda cell: (cell not in held, -self._cells.idle_part(cell), cell))
+        for cell in [*order, *left]:  # what no other cell has room for goes back to where it was
             if share > SLIGHT and (cell in held or len(held) < MOST_CELLS_OF_MODEL):
                 part = self._cells.fit(group, cell, share)[0]
                 self._add_share(group, cell, part)
+                self._moved -= part * self._size[group.name] if cell in self._givers else 0.0
                 share -= part
         return True
 

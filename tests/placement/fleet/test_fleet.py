@@ -249,6 +249,25 @@ def test_a_cell_that_is_gone_leaves_its_models_to_the_others() -> None:
     assert all(again.traffic[name] == first.traffic[name] for name in stayed)
 
 
+def test_what_is_to_survive_a_cell_keeps_its_rate_and_others_share_what_is_left() -> None:
+    asked = workload(model("a", 300.0, spread="cell", survive=1.0), model("b", 2400.0), model("c", 600.0))
+    states = cells("c0", "c1")
+    first = planned(asked, states)
+    after = planned(asked, running(states, dict(first.plans))[:1])
+    assert after.traffic["a"] == {"c0": pytest.approx(1.0)}
+    assert set(after.spread.lacking) <= {"b", "c"}
+    assert sum(after.spread.used["c0"].values()) == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_model_that_outgrows_the_only_cell_keeps_all_of_that_cell() -> None:
+    states = cells("c0")
+    first = planned(workload(model("a", 900.0)), states)
+    after = planned(workload(model("a", 9000.0)), running(states, dict(first.plans)))
+    assert sum(after.spread.used["c0"].values()) == pytest.approx(4.0, rel=0.01)
+    assert after.traffic["a"]["c0"] == pytest.approx(1.0 - after.spread.lacking["a"])
+    assert promised(after.plans["c0"], "a") > promised(first.plans["c0"], "a")
+
+
 def test_plans_in_processes_of_their_own_are_the_same() -> None:
     asked, states, first = drawn()
     assert planned(asked, states, workers=2) == first
