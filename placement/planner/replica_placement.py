@@ -47,6 +47,7 @@ from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
 TRIED = 8  # limit: places for one more replica that are judged: those with the least busy gpu-lets
+_MOST_SEARCHED_TWICE = 50  # limit: models of a plan whose replicas are chosen twice
 STAYS = 1e-6  # derived: the worth of a GPU keeping what it holds; decides only where preferences are equal
 LEAST_MEMORY = 0.25  # fitted: of the memory of its share, with less of which a gpu-let that generates is not tried
 
@@ -218,11 +219,12 @@ def _with_replicas(
 
     Where GPUs are bought, this is done a second time, in search of a cheaper plan: models get replicas on GPUs that are
     there as long as any of them is helped by one, and those bought are the cheapest for what they make up for. Such a
-    plan may cost more in the end, or lack what no single replica makes up for; then the first one is taken.
+    plan may cost more in the end, or lack what no single replica makes up for; then the first one is taken. The second
+    search takes longer than the first, so that workloads of many models do without it.
     """
     few = _ReplicaAdder(plan, scene, aims, at_most, promises=promises)
     with_few = few.done()
-    if not few.price:
+    if not few.price or len(plan.models) > _MOST_SEARCHED_TWICE:
         return with_few
     below = few.price if not few.lacking_rps else math.inf
     cheap = _ReplicaAdder(plan, scene, aims, at_most, promises=promises, below=below)
@@ -283,10 +285,8 @@ class _ReplicaAdder:
 
     def _add_for(self, domain: FailureDomain, hopeless: set[tuple[str, str]]) -> None:
         """Add replicas until models keep enough after a loss, and remember for which ones nothing helps."""
-        short, stuck = (
-            self._short(self._plan, domain),
-            set[str](),
-        )  # models that no replica helps where nothing is bought
+        short = self._short(self._plan, domain)
+        stuck = set[str]()  # models that no replica helps where nothing is bought
         while True:
             self._lacking_rps[domain.name] = math.fsum(short.values())
             able = {name: missing for name, missing in short.items() if (domain.name, name) not in hopeless}
