@@ -43,6 +43,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import node_of
 from tenuto.placement.fleet.traffic_spread import HEADROOM, Shares
+from tenuto.placement.plan_edits import on_gpus
 
 LOOK = 15  # minutes
 TENANT = 20  # every so manieth model is the tenant's
@@ -254,10 +255,8 @@ def _all(day: Day, attained: Numbers) -> float:
 
 def _left(plan: Plan, node: str) -> Plan:
     """Return what is left of a plan without a node."""
-    gone = {gpu.id for gpu in plan.gpus if node_of(gpu.id) == node}
-    gpulets = tuple(gpulet for gpulet in plan.gpulets if gone.isdisjoint(gpulet.gpus))
-    gpus = tuple(gpu for gpu in plan.gpus if gpu.id not in gone)
-    return plan.model_copy(update={"gpulets": gpulets, "gpus": gpus})
+    gpus = tuple(gpu for gpu in plan.gpus if node_of(gpu.id) != node)
+    return on_gpus(plan, gpus).model_copy(update={"gpus": gpus})
 
 
 def _draw(path: Path, title: str, seen: Sequence[tuple[float, float, float, float]]) -> None:

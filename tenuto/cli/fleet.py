@@ -173,7 +173,7 @@ def _say_notes(seen: Mapping[str, CellReport]) -> None:
 @click.option("--without", multiple=True, metavar="CELL", help="Leave this cell empty; repeatable.")
 @click.option("--canary", metavar="CELL", help="Change this cell first.")
 @click.option("--kubernetes", is_flag=True, help="Write cells as parts of RayServices.")
-@click.option("--bind", default=":8000", metavar="[ADDRESS]:PORT", help="Where HAProxy listens; default: `:8000`.")
+@click.option("--bind", default=":8000", metavar="[ADDRESS]:PORT", help="Where HAProxy listens.")
 @click.option("--gateway", default="tenuto", metavar="NAME", help="Gateway of the HTTPRoutes.")
 @click.option("--executor", type=click.Choice(get_args(ExecutorChoice)), default="auto", help="As in `tenuto plan`.")
 @json_option
