@@ -131,14 +131,18 @@ class Simulation:
 
     def run(self, rate_scale: float = 1.0) -> SimulatedRun:
         """Run all requests at a rate scale."""
-        schedule, offline = self._schedule(rate_scale)
+        return self.serve(self._sent(rate_scale))
+
+    def serve(self, sent: Schedule) -> SimulatedRun:
+        """Run what clients send, whose names are those of `client_targets`."""
+        schedule, offline = offline_apart(sent, self.models)
         load = make_load(self.models, schedule, self.seed)
         joins = Joins(load)
         return SimulatedRun(self._simulate(load, joins, offline), schedule, load, joins)
 
     def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
         """Run a rate scale until it is over or hopeless, and judge it."""
-        schedule, offline = self._schedule(rate_scale)
+        schedule, offline = offline_apart(self._sent(rate_scale), self.models)
         load = make_load(self.models, schedule, self.seed)
         begin_ms = 1000.0 * (WARM_UP * self.duration_s if self.warmup_s is None else self.warmup_s)
         joins = Joins(load, counted_from_ms=begin_ms)
@@ -147,11 +151,9 @@ class Simulation:
             judged = _WithApplications(load, self.system, joins, begin_ms)
         return try_load(lambda stop: self._simulate(load, joins, offline, stop), judged, goal)
 
-    def _schedule(self, rate_scale: float) -> tuple[Schedule, Schedule]:
-        """Return what clients send, and apart from it what they send to offline models."""
+    def _sent(self, rate_scale: float) -> Schedule:
         targets = client_targets(self.models, self.applications)
-        schedule = make_client_schedule(targets, self.applications, self.duration_s, self.seed, rate_scale)
-        return offline_apart(schedule, self.models)
+        return make_client_schedule(targets, self.applications, self.duration_s, self.seed, rate_scale)
 
     def _simulate(
         self, load: ApplicationLoad, joins: Joins, arriving: Schedule, stop: Stop = never

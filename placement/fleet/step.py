@@ -64,6 +64,13 @@ class FleetStep(StrictModel):
     idle: tuple[str, ...] = ()
 
 
+class StepWeights(StrictModel):
+    """Which part of the requests to each model each cell gets after a step, by the step's id."""
+
+    step: str
+    models: dict[str, dict[str, Annotated[float, Field(ge=0)]]]
+
+
 def make_step(
     plan: FleetPlan,
     running: Mapping[str, str],

@@ -1,4 +1,4 @@
-"""`tenuto fleet`: which model runs in which cell of a fleet, as files: observe, plan, compare, check."""
+"""`tenuto fleet`: which model runs in which cell of a fleet, as files: observe, plan, simulate, compare, check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -29,16 +29,19 @@ from tenuto.cli.common import (
     write_file,
 )
 from tenuto.cli.tables import percent, print_table
+from tenuto.cli.virtual import read_losses
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.documents import dump_yaml
 from tenuto.errors import one_of, refused
 from tenuto.options import split_pairs
+from tenuto.outcome import ATTAINED
 from tenuto.placement import Plan, load_policy
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.fleet.fleet_file import FleetFile, running_plan
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
-from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
+from tenuto.placement.fleet.step import FleetStep, SeenCell, StepWeights, check_step, fingerprint, make_step
 from tenuto.placement.fleet.traffic_spread import after_loss
+from tenuto.placement.placement_constraints import domain_of
 from tenuto.placement.planner.completion import policy_used
 from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.placement.slo_rules import load_workload
@@ -295,14 +298,10 @@ def diff(folder: str) -> None:
     from tenuto.deployments.control.change_preview import preview_plan
 
     step = FleetStep.load(Path(folder) / _STEP)
-    path = Path(folder) / step.fleet
-    fleet, previews = FleetFile.load(path), {}
+    fleet, previews = FleetFile.load(Path(folder) / step.fleet), {}
     for change in step.changes:
         new = Plan.load(Path(folder) / change.file)
-        before = running_plan(fleet[change.cell], path.parent)
-        if fingerprint(before) != change.before:
-            cure = "Make the step again with `tenuto fleet plan`."
-            raise refused(_STEP, change.cell, f"{path} has another plan than the step was made from", cure)
+        before = _plan_before(step, folder, fleet, change.cell, change.before)
         previews[change.cell] = preview_plan(before or new.model_copy(update={"gpulets": ()}), new)
     if printed_as_json(previews):
         return
@@ -318,6 +317,89 @@ def diff(folder: str) -> None:
             say(f"  unserved meanwhile: {', '.join(interrupted)}")
     if not previews:
         say("no cell changes")
+
+
+def _plan_before(step: FleetStep, folder: str, fleet: FleetFile, cell: str, known: str) -> Plan | None:
+    """Return the plan that ran in a cell when the step was made, whose fingerprint is `known`."""
+    path = Path(folder) / step.fleet
+    before = running_plan(fleet[cell], path.parent)
+    if fingerprint(before) != known:
+        cure = "Make the step again with `tenuto fleet plan`."
+        raise refused(_STEP, cell, f"{path} has another plan than the step was made from", cure)
+    return before
+
+
+@command.command("simulate", short_help="Run a fleet in virtual time, and lose a cell.")
+@click.argument("workload_file", metavar="WORKLOAD")
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))
+@click.option(
+    "--lose",
+    "lost",
+    multiple=True,
+    metavar="KIND:NAME@S",
+    help="Lose a cell, rack, node (CELL/NODE) or gpu (CELL/GPU) after so many seconds: cell:west@60s; repeatable.",
+)
+@click.option("--duration-s", type=float, default=120.0, help="Length of the run in virtual time.")
+@click.option("--seed", type=int, default=0, help="Seed of the arrivals.")
+@profiles_option("shipped ones for the GPU types")
+@json_option
+def simulate(
+    workload_file: str, folder: str, lost: tuple[str, ...], duration_s: float, seed: int, profile_names: tuple[str, ...]
+) -> int:
+    """Send the requests of WORKLOAD to the cells as they are after the step in DIR, in virtual time.
+
+    Requests go to cells by the weights of the step. Of a cell that is lost they are lost too, until HAProxy's health
+    checks would see it; then they follow the weights without it. Exit code 1: a model is below 99 % outside the minute
+    after a loss.
+
+    Example: tenuto fleet simulate workload.yaml step --lose cell:west@60s
+    """
+    from tenuto.loadgen.simulated_fleet import CellLoss, FleetSimulation
+
+    step = FleetStep.load(Path(folder) / _STEP)
+    fleet = FleetFile.load(Path(folder) / step.fleet)
+    plans = {name: _plan_before(step, folder, fleet, name, known) for name, known in step.others.items()}
+    plans |= {change.cell: Plan.load(Path(folder) / change.file) for change in step.changes}
+    gpus = {(cell.name, gpu.id): gpu for cell in fleet.cells for gpu in cell.cluster.gpus}
+
+    def domain(gpu: tuple[str, str], kind: str) -> str:
+        if kind == "cell" or (kind == "rack" and gpus[gpu].rack is not None):
+            return gpu[0] if kind == "cell" else str(gpus[gpu].rack)
+        return f"{gpu[0]}/{domain_of(gpus[gpu], kind)}"
+
+    losses = [
+        CellLoss(at_s, cell, frozenset(gpu for at, gpu in gone if at == cell), is_whole=kind == "cell")
+        for at_s, kind, gone in read_losses(lost, gpus, domain, ("gpu", "node", "rack", "cell"))
+        for cell in sorted({cell for cell, _ in gone})
+    ]
+    joint = Cluster.of(gpus.values())
+    workload = load_workload(workload_file, joint, profiles_from(profile_names, joint.gpu_types))
+    weights = StepWeights.load(Path(folder) / _WEIGHTS)
+    if weights.step != step.id:
+        cure = "Make the step again with `tenuto fleet plan`."
+        raise refused(_WEIGHTS, weights.step, f"are those of another step than {step.id}", cure)
+    running = {name: plan for name, plan in plans.items() if plan is not None and plan.gpulets}
+    run = FleetSimulation(workload, running, weights.models, duration_s, seed, losses, Path(workload_file).parent).run(
+        lambda cell: tell(f"cell {cell}")
+    )
+    summary = run.summary()
+    if not printed_as_json(summary):
+        _print_simulated(summary, has_losses=bool(losses))
+    return int(any((each["otherwise"]["attainment"] or 1.0) < ATTAINED for each in summary["models"].values()))
+
+
+def _print_simulated(summary: Mapping[str, Any], *, has_losses: bool) -> None:
+    parts = {"otherwise": "in time", "after_losses": "minute of loss"} if has_losses else {"otherwise": "in time"}
+    rows = []
+    for name, row in summary["models"].items():
+        lost = ", ".join(
+            f"{cell} {each['offered'] - each['ok']:,} of {each['offered']:,}" for cell, each in row["cells"].items()
+        )
+        rows.append(
+            (name, f"{row['offered']:,}", *(percent(row[part]["attainment"]) for part in parts), lost or "no cell")
+        )
+    print_table(("model", "offered", *parts.values(), "not in time"), rows, left=("not in time",))
+    say(f"{percent(summary['attainment'])} of {summary['offered']:,} requests in time")
 
 
 @command.command("check", short_help="Say whether a step is safe now, and what comes next.")

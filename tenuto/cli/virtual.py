@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -25,6 +25,8 @@ from tenuto.placement.slo_rules import load_workload
 
 if TYPE_CHECKING:
     from tenuto.loadgen.controlled import ControlledSimulation
+
+_Named = TypeVar("_Named", str, tuple[str, str])
 
 
 @dataclass(frozen=True)
@@ -107,18 +109,9 @@ class VirtualArguments:
 
     def _losses(self, gpus: Sequence[Placed]) -> tuple[tuple[float, frozenset[str]], ...]:
         """Return (seconds, ids of GPUs) for every `--lose`."""
-        losses = []
-        for text in self.lost:
-            match = re.fullmatch(r"(gpu|node|rack):(.+)@(\d+(?:\.\d+)?)s?", text)
-            if match is None:
-                raise refused("--lose", text, "must be KIND:NAME@SECONDS", "Write for example --lose node:n1@60s.")
-            kind, name, at_s = match.groups()
-            known = {gpu.id: domain_of(gpu, kind) for gpu in gpus}
-            if name not in known.values():
-                cure = f"Name one of {', '.join(sorted(set(known.values()))[:12])}."
-                raise refused("--lose", name, f"no such {kind}", cure)
-            losses.append((float(at_s), frozenset(gpu for gpu, domain in known.items() if domain == name)))
-        return tuple(sorted(losses, key=lambda loss: loss[0]))
+        by_id = {gpu.id: gpu for gpu in gpus}
+        lost = read_losses(self.lost, by_id, lambda gpu, kind: domain_of(by_id[gpu], kind), ("gpu", "node", "rack"))
+        return tuple((at_s, gone) for at_s, _, gone in lost)
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
         """Return the delays, and the settings of every run with the scheduler's options."""
@@ -147,6 +140,27 @@ class VirtualArguments:
         raise_if_any(problems)
         how = {"scheduler_name": self.scheduler_name, "options": options}
         return network, how | {"duration_s": self.duration_s, "seed": self.seed}
+
+
+def read_losses(
+    texts: Sequence[str], gpus: Iterable[_Named], domain: Callable[[_Named, str], str], kinds: Sequence[str]
+) -> list[tuple[float, str, frozenset[_Named]]]:
+    """Return (seconds, kind, GPUs) for every `--lose KIND:NAME@SECONDS`, ascending. `domain` returns with what a GPU is
+    lost, by kind."""
+    losses = []
+    for text in texts:
+        match = re.fullmatch(rf"({'|'.join(kinds)}):(.+)@(\d+(?:\.\d+)?)s?", text)
+        if match is None:
+            cure = f"Write for example --lose {kinds[-2]}:n1@60s; KIND is one of {', '.join(kinds)}."
+            raise refused("--lose", text, "must be KIND:NAME@SECONDS", cure)
+        kind, name, at_s = match.groups()
+        known = {gpu: domain(gpu, kind) for gpu in gpus}
+        if name not in known.values():
+            raise refused(
+                "--lose", name, f"no such {kind}", f"Name one of {', '.join(sorted(set(known.values()))[:12])}."
+            )
+        losses.append((float(at_s), kind, frozenset(gpu for gpu, place in known.items() if place == name)))
+    return sorted(losses, key=lambda loss: loss[0])
 
 
 def _is_plan(document: Any) -> bool:

@@ -144,6 +144,39 @@ def test_from_a_file_by_hand_to_a_step_that_is_done(
     cells["west"].server_close()
 
 
+def test_a_fleet_is_simulated_and_loses_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nodes = [{"name": "n0", "gpus": [{"type": "v100", "count": 4}]}]
+    Path("fleet.yaml").write_text(yaml.safe_dump({"cells": [{"name": n, "nodes": nodes} for n in ("east", "west")]}))
+    Path("workload.yaml").write_text(WORKLOAD)
+    assert tenuto("plan", "workload.yaml", "fleet.yaml", "-o", "step") == 0
+    simulate = ("simulate", "workload.yaml", "step", "--duration-s", "40", "--json")
+    capsys.readouterr()
+    assert tenuto(*simulate) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["attainment"] > 0.99
+    assert whole["models"]["bert"]["cells"].keys() == {"east", "west"}
+    home = next(iter(whole["models"]["resnet50"]["cells"]))
+    assert tenuto(*simulate, "--lose", f"cell:{home}@20s") == 0
+    lost = json.loads(capsys.readouterr().out)["models"]
+    assert lost["resnet50"]["after_losses"]["ok"] == 0  # it has no other cell
+    after = lost["bert"]["after_losses"]  # half of it is lost for 4 of the 20 s
+    assert 1.0 - after["attainment"] == pytest.approx(0.5 * 4.0 / 20.0, abs=0.02)
+    assert lost["bert"]["otherwise"]["attainment"] > 0.99
+    assert tenuto(*simulate[:-1], "--lose", f"node:{home}/n0@20s") == 0
+    assert "minute of loss" in capsys.readouterr().out
+
+    for what, text in (("cell:north@5s", "no such cell"), ("region:east@5s", "must be KIND:NAME@SECONDS")):
+        assert tenuto(*simulate, "--lose", what) == 2
+        assert text in capsys.readouterr().err
+    weights = Path("step/weights.yaml")
+    weights.write_text(weights.read_text().replace(step_of(Path("step"))["id"], "another"))
+    assert tenuto(*simulate) == 2
+    assert "are those of another step" in capsys.readouterr().err
+
+
 def test_kubernetes_gets_rayservices(tmp_path: Path) -> None:
     nodes = [{"name": "n0", "label": "tenuto-node=a", "gpus": [{"type": "v100", "count": 4}]}]
     fleet = tmp_path / "fleet.yaml"
