@@ -51,7 +51,7 @@ FOREIGN_KEYS = {
     "deployments/control/operations.py": 4,  # what a launcher signed, and the environment
     "deployments/control/settings.py": 1,  # a file before it is checked
     "deployments/entry/service/management.py": 5,  # ASGI
-    "deployments/entry/protocols/grpc_calls.py": 2,  # the Open Inference Protocol
+    "deployments/entry/protocols/grpc_calls.py": 1,  # the Open Inference Protocol
     "deployments/entry/protocols/grpc_messages.py": 5,  # the same
     "deployments/entry/protocols/oip_requests.py": 7,  # the same
     "deployments/entry/service/management_routes.py": 4,  # OpenAPI, ASGI

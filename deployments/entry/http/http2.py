@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import Protocol
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -24,12 +23,10 @@ from h2.events import (
     RequestReceived,
     StreamEnded,
     StreamReset,
-    TrailersReceived,
     WindowUpdated,
 )
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
-from h2.utilities import HeaderValidationFlags, validate_headers
 from hyperframe.frame import ContinuationFrame, GoAwayFrame, HeadersFrame, SettingsFrame
 
 from tenuto.deployments.entry.http.exchange import unexpected
@@ -58,51 +55,30 @@ _END_HEADERS = 4  # format: a flag
 _INITIAL_WINDOW = 65_535  # format: of a connection
 _MOST_TABLE_BYTES = 1 << 12  # format: the first size of the table of headers, and the largest that is used here
 
-_OF_TRAILERS = HeaderValidationFlags(is_client=False, is_trailer=True, is_response_header=False, is_push_promise=False)
 Headers = Sequence[tuple[bytes, bytes]]
-
-
-class Handler(Protocol):
-    """What answers one call. It sends the answer by `CallStream.send`."""
-
-    def received(self, data: bytes) -> None:
-        """Take bytes of the request. `CallStream.acknowledge` then lets the client send as many more."""
-
-    def ended(self) -> None:
-        """Note that the request is complete."""
-
-    def resume_sending(self) -> None:
-        """Go on, because the client has taken answers and `CallStream.is_behind` is no longer true."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything that the client has asked for is answered."""
-
-    def left(self) -> None:
-        """Note that the client has left. No other method is called after this one."""
-
-    def check_time(self, now_s: float) -> None:
-        """Give up a client that takes too long. It is called once a second."""
 
 
 @dataclass(slots=True, eq=False)
 class CallStream:
-    """One call. `head` are the headers with which its answer begins."""
+    """One call. A subclass answers it by `write`; `head` are the headers with which its answer begins. When the call is
+    answered, or its client has left, the connection forgets it."""
 
     connection: Http2Connection
     id: int
     has_ended: bool  # the client sends nothing more
-    head: Headers = ()
+    head: Headers
     has_begun: bool = False  # `head` has left
     is_slowed: bool = False  # the answer to a wrong key waits
     unsent: bytearray = field(default_factory=bytearray)
     trailers: Headers | None = None  # the headers behind `unsent`, once that is all
-    handler: Handler | None = None
     moved_s: float = 0.0  # when the client has taken something of `unsent`, or it began to wait
     unacknowledged: int = 0  # bytes that the client has sent and may not send again yet
-    taken: int = 0  # of these, bytes that the handler has taken
+    taken: int = 0  # of these, bytes that `received` has taken
 
-    def send(self, data: bytes = b"", trailers: Headers | None = None) -> None:
+    def __post_init__(self) -> None:
+        self.connection.streams[self.id] = self
+
+    def write(self, data: bytes = b"", trailers: Headers | None = None) -> None:
         """Send a part of the answer, as fast as the client takes it. `trailers` end the answer."""
         self.unsent += data
         self.connection.unsent_bytes += len(data)
@@ -111,7 +87,7 @@ class CallStream:
 
     @property
     def is_behind(self) -> bool:
-        """Whether too much of the answer waits for the client. `Handler.resume_sending` says when it no longer does."""
+        """Whether too much of the answer waits for the client. `resume_sending` is called when it no longer does."""
         return len(self.unsent) > UNSENT_BYTES
 
     def acknowledge(self, size: int) -> None:
@@ -122,8 +98,31 @@ class CallStream:
             self.unacknowledged -= min(self.taken, self.unacknowledged)
             self.taken = 0
 
+    # --- what a subclass does -----------------------------------------------------------------------------------
 
-OpenCall = Callable[[CallStream, Headers], Handler]
+    def received(self, data: bytes) -> None:
+        """Take bytes of the request. `acknowledge` then lets the client send as many more."""
+
+    def ended(self) -> None:
+        """Note that the request is complete."""
+
+    def resume_sending(self) -> None:
+        """Go on, because the client has taken answers and `is_behind` is no longer true."""
+
+    def is_idle(self) -> bool:
+        """Return whether everything that the client has asked for is answered."""
+        return True
+
+    def left(self) -> None:
+        """Note that the client has left. No other method is called after this one."""
+
+    def check_time(self, now_s: float) -> None:
+        """Give up a client that takes too long. It is called once a second."""
+
+
+# Begins a call: its connection, number and headers, and whether the client sends nothing more. It raises
+# `ProtocolError` when the headers are malformed.
+OpenCall = Callable[["Http2Connection", int, Headers, bool], object]
 
 
 class _Http2State(H2Connection):
@@ -151,6 +150,7 @@ class Http2Connection(ClientConnection):
         """Take the server of the connection, and the function that begins each call."""
         super().__init__(server)
         self.arrived_ms = 0.0
+        self.streams: dict[int, CallStream] = {}
         self.unsent_bytes = 0  # of all calls
         self._open_call = open_call
         self._h2 = _Http2State(
@@ -166,11 +166,9 @@ class Http2Connection(ClientConnection):
         self._has_preface = self._has_settings = False  # of the client
         self._block_bytes = 0  # of the header block that came last
         self._is_amid_block = False  # that block goes on
-        self._streams: dict[int, CallStream] = {}
         self._stuck: dict[int, CallStream] = {}  # whose client takes no more for now
         self._unwritten: int | None = None  # bytes of answers that are sent at the end of the turn, with one write
         self._begun = 0  # calls, in what is read at once
-        self._is_stopped = False  # nothing is read
         self._is_ahead = False  # the client has sent more than it may in a turn
         self._waits = self._says_goodbye = False
 
@@ -192,10 +190,10 @@ class Http2Connection(ClientConnection):
         super().connection_lost(exc)
         self._received = b""
         self._stuck.clear()
-        streams, self._streams = self._streams, {}
+        streams, self.streams = self.streams, {}
         self.server.budget.spend(len(streams))
         for stream in streams.values():
-            self._leave(stream)
+            stream.left()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
@@ -219,13 +217,10 @@ class Http2Connection(ClientConnection):
     def _update_reading(self) -> None:
         """Stop reading from a client that does not take its answers, or whose bytes wait for their turn and are
         many."""
-        stops = self._is_paused or (self._waits and len(self._received) > _MOST_AHEAD_BYTES)
-        if stops != self._is_stopped and self._transport is not None and not self._transport.is_closing():
-            self._is_stopped = stops
-            if stops:
-                self._transport.pause_reading()
-            else:
-                self._transport.resume_reading()
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            stops = self._is_paused or (self._waits and len(self._received) > _MOST_AHEAD_BYTES)
+            (transport.pause_reading if stops else transport.resume_reading)()
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
@@ -315,17 +310,14 @@ class Http2Connection(ClientConnection):
                 self._begin(event.stream_id, event.headers, is_whole=event.stream_ended is not None)
             case DataReceived():
                 self._take_data(event)
-            case TrailersReceived():
-                self._take_trailers(event.stream_id, event.headers)
             case StreamEnded():
-                stream = self._streams.get(event.stream_id)
-                if stream is not None and stream.handler is not None:  # else it is answered
-                    stream.handler.ended()
+                if (stream := self.streams.get(event.stream_id)) is not None:  # else it is answered
+                    stream.has_ended = True
+                    stream.ended()
             case StreamReset():
-                stream = self._streams.get(event.stream_id)
-                if stream is not None:
+                if (stream := self.streams.get(event.stream_id)) is not None:
                     self._forget(stream)
-                    self._leave(stream)
+                    stream.left()
             case RemoteSettingsChanged():
                 self._has_settings = True
                 self._begun += 1  # as much work as a call
@@ -338,51 +330,35 @@ class Http2Connection(ClientConnection):
     def _begin(self, number: int, headers: Iterable[tuple[bytes, bytes]], *, is_whole: bool) -> None:
         self._begun += 1
         fields = tuple(headers)
-        if sum([len(name) + len(value) + 32 for name, value in fields]) > _MOST_HEADER_BYTES:  # as HTTP/2 counts them
-            self._h2.reset_stream(number, ErrorCodes.ENHANCE_YOUR_CALM)
-            return
-        if len(self._streams) >= MOST_STREAMS or self._says_goodbye:
-            self._h2.reset_stream(number, ErrorCodes.REFUSED_STREAM)
-            return
-        stream = self._streams[number] = CallStream(self, number, is_whole)
-        handler = self._open_call(stream, fields)
-        self.server.places.note_use(self)
-        if self._streams.get(number) is stream:  # else it is answered
-            stream.handler = handler
+        is_long = sum([len(name) + len(value) + 32 for name, value in fields]) > _MOST_HEADER_BYTES  # as HTTP/2 counts
+        code = ErrorCodes.ENHANCE_YOUR_CALM if is_long else ErrorCodes.REFUSED_STREAM
+        if not (is_long or len(self.streams) >= MOST_STREAMS or self._says_goodbye):
+            try:
+                self._open_call(self, number, fields, is_whole)
+                self.server.places.note_use(self)
+                return
+            except ProtocolError:
+                self.server.turned_away["malformed"] += 1
+                code = ErrorCodes.PROTOCOL_ERROR
+        self._h2.reset_stream(number, code)
 
     def _take_data(self, event: DataReceived) -> None:
         number, size, data = event.stream_id, event.flow_controlled_length, event.data
-        stream = self._streams.get(number)
+        stream = self.streams.get(number)
         if stream is None:
             self.acknowledge(number, size)
             return
         stream.has_ended = event.stream_ended is not None
         stream.unacknowledged += size
         stream.acknowledge(size - len(data))  # padding
-        if data and stream.handler is not None:
-            stream.handler.received(data)
-
-    def _take_trailers(self, number: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        stream = self._streams.get(number)
-        if stream is not None:
-            stream.has_ended = True
-            try:
-                for _ in validate_headers(headers, _OF_TRAILERS):
-                    pass
-            except ProtocolError:
-                self.server.turned_away["malformed"] += 1
-                self._end_call(stream, ErrorCodes.PROTOCOL_ERROR)
+        if data:
+            stream.received(data)
 
     def acknowledge(self, number: int, size: int) -> None:
         """Let the client send so many bytes more, of this call and of all."""
         if not self._closes:
             self._h2.acknowledge_received_data(size, number)
             self._write_soon()
-
-    def _leave(self, stream: CallStream) -> None:
-        handler, stream.handler = stream.handler, None
-        if handler is not None:
-            handler.left()
 
     def _refuse(self, code: ErrorCodes, reason: bytes) -> None:
         """End a connection that goes beyond a limit."""
@@ -399,29 +375,25 @@ class Http2Connection(ClientConnection):
     def flush(self, stream: CallStream) -> int:
         """Send what a call has to send, as far as the client takes it, and return how many bytes this was. One
         connection is sent a bounded number of bytes in a turn."""
-        if self._closes or self._streams.get(stream.id) is not stream:
+        if self._closes or self.streams.get(stream.id) is not stream:
             return 0  # the client has left
         was_behind = stream.is_behind
         sent = 0 if self._is_paused else self._send_some(stream)
+        is_new = self._stuck.pop(stream.id, None) is None
         if stream.unsent or (self._is_paused and (stream.trailers is not None or not stream.has_begun)):
-            is_new = self._stuck.pop(stream.id, None) is None
             if sent or is_new:
                 stream.moved_s = time.monotonic()
             self._stuck[stream.id] = stream
             self._let_go_on()  # in a later turn, as the others have theirs
-            self._count_untaken()
-        else:
-            if self._stuck.pop(stream.id, None) is not None:
-                self._count_untaken()
-            if stream.trailers is not None:
-                self._forget(stream)
-                stream.handler = None
-                if not stream.has_ended:  # nobody wants the rest
-                    self._h2.reset_stream(stream.id, ErrorCodes.NO_ERROR)
+        elif stream.trailers is not None:
+            self._forget(stream)
+            if not stream.has_ended:  # nobody wants the rest
+                self._h2.reset_stream(stream.id, ErrorCodes.NO_ERROR)
+        self._count_untaken()
         if self.server.is_draining:
             self.end()
-        if was_behind and not stream.is_behind and stream.handler is not None:
-            stream.handler.resume_sending()
+        if was_behind and not stream.is_behind:
+            stream.resume_sending()
         self._close_if_over()
         return sent
 
@@ -466,32 +438,26 @@ class Http2Connection(ClientConnection):
 
     def reset(self, stream: CallStream) -> None:
         """End a call whose client does not take the answer. The others go on."""
-        if not self._closes and self._streams.get(stream.id) is stream:
+        if not self._closes and self.streams.get(stream.id) is stream:
             self.server.turned_away["slow"] += 1
-            self._end_call(stream, ErrorCodes.ENHANCE_YOUR_CALM)
-
-    def _end_call(self, stream: CallStream, code: ErrorCodes) -> None:
-        """End a call that cannot go on."""
-        self._h2.reset_stream(stream.id, code)
-        self._write_soon()
-        self._forget(stream)
-        self._leave(stream)
-        self._close_if_over()
+            self._h2.reset_stream(stream.id, ErrorCodes.ENHANCE_YOUR_CALM)
+            self._forget(stream)
+            stream.left()
+            self._close_if_over()
 
     def _forget(self, stream: CallStream) -> None:
         """Forget a call that is over."""
-        del self._streams[stream.id]
+        del self.streams[stream.id]
         self.unsent_bytes -= len(stream.unsent)
         self.acknowledge(stream.id, stream.unacknowledged)
-        stream.unacknowledged = 0
-        if self._stuck.pop(stream.id, None) is not None:
-            self._count_untaken()
+        self._stuck.pop(stream.id, None)
+        self._count_untaken()
 
     def _waiting_bytes(self) -> int:
         return self.unsent_bytes if self._stuck else 0
 
     def _close_if_over(self) -> None:
-        if self._says_goodbye and not self._streams:
+        if self._says_goodbye and not self.streams:
             self._close()
 
     def _write_soon(self, size: int = 0) -> None:
@@ -512,14 +478,11 @@ class Http2Connection(ClientConnection):
 
     @property
     def is_idle(self) -> bool:
-        return not self._streams
+        return not self.streams
 
     @property
     def gives_way(self) -> bool:
-        return all(
-            each.is_slowed or (each.handler is not None and each.handler.is_idle and not each.unsent)
-            for each in self._streams.values()
-        )
+        return all(each.is_slowed or (each.is_idle() and not each.unsent) for each in self.streams.values())
 
     def end(self) -> None:
         """Take no more calls, and close when those that are under way are answered."""
@@ -536,9 +499,8 @@ class Http2Connection(ClientConnection):
 
     def check_time(self, now_s: float) -> None:
         passed_s = now_s - self.changed_s
-        for stream in list(self._streams.values()):
-            if stream.handler is not None:
-                stream.handler.check_time(now_s)
+        for stream in list(self.streams.values()):
+            stream.check_time(now_s)
         for stream in list(self._stuck.values()):
             if now_s - stream.moved_s > _STALLED_S:
                 self.reset(stream)

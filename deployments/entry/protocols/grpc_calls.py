@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import orjson
@@ -24,7 +24,6 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
-from h2.exceptions import ProtocolError
 from h2.utilities import HeaderValidationFlags, validate_headers
 
 from tenuto.deployments.entry.http.body_memory import IncomingBody, unfinished
@@ -91,6 +90,7 @@ _LONGEST_REASON = 4096  # limit: bytes of a reason; clients of gRPC take 8 KiB o
 _PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
 _OF_REQUEST = HeaderValidationFlags(is_client=False, is_trailer=False, is_response_header=False, is_push_promise=False)
 _ENCODINGS = frozenset((b"identity", b"gzip"))
+_ERROR = b'{"error"'  # with which the JSON of an error begins
 _COMPRESSED = "is not taken. Use gzip, or send messages as they are (grpc-encoding: identity)."
 _MOST_INFLATED_BYTES = 1 << 20  # limit: of a compressed message, inflated: 3 ms of the loop or less
 _StreamInfer = message("inference.ModelStreamInferResponse")
@@ -121,13 +121,14 @@ class Metadata(NamedTuple):
 
 
 def _read_metadata(number: int, headers: Headers) -> Metadata:
+    """Raises `ProtocolError` when the headers are malformed."""
     fields: dict[bytes, bytes] = {}
     problem = None
-    for each in headers:
-        if each[0] in _READ:
-            if each[0] in fields:
-                problem = HttpError(400, f"the metadata says {each[0].decode()} twice. Say it once.")
-            fields[each[0]] = each[1]
+    for name, value in validate_headers(headers, _OF_REQUEST):
+        if name in _READ:
+            if name in fields:
+                problem = HttpError(400, f"the metadata says {name.decode()} twice. Say it once.")
+            fields[name] = value
     timeout = _TIMEOUT.fullmatch(fields.get(b"grpc-timeout", b""))
     patience_ms = math.inf if timeout is None else int(timeout[1]) * _UNIT_MS[timeout[2]]
     encoding = fields.get(b"grpc-encoding", b"identity")
@@ -135,11 +136,6 @@ def _read_metadata(number: int, headers: Headers) -> Metadata:
         problem = HttpError(501, f"grpc-encoding {encoding.decode('latin-1')!r} {_COMPRESSED}")
     if fields.get(b":method") != b"POST" or not fields.get(b"content-type", b"").startswith(b"application/grpc"):
         problem = HttpError(415, "this port speaks gRPC. HTTP has a port of its own.")
-    try:
-        for _ in validate_headers(headers, _OF_REQUEST):
-            pass
-    except ProtocolError as error:
-        problem = HttpError(400, f"malformed metadata: {error}")
     forwarded = {key: value for key, value in fields.items() if key in _FORWARDED}
     is_short = sum([len(name) + len(value) for name, value in headers]) <= LONGEST_CACHED_HEAD_BYTES
     return Metadata(number, fields.get(b":path", b""), forwarded, patience_ms, problem, is_short, encoding == b"gzip")
@@ -155,7 +151,7 @@ class GrpcExchange(Exchange, eq=False):
 
     @property
     def address(self) -> str:
-        return "" if self._call is None else self._call.stream.connection.address
+        return "" if self._call is None else self._call.connection.address
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the answer. Only the first call counts."""
@@ -178,9 +174,9 @@ class GrpcExchange(Exchange, eq=False):
         call = self._call
         if call is not None:
             call.tell(self, 200, b"", [part.removeprefix(b"data: ")])
-            self._unread = self._unread + len(part) if call.stream.unsent else 0
+            self._unread = self._unread + len(part) if call.unsent else 0
             if self._unread > UNREAD_BYTES:
-                call.stream.connection.reset(call.stream)
+                call.connection.reset(call)
 
     def spend(self, samples: int) -> None:
         """Count samples beyond the first as work of this turn."""
@@ -211,26 +207,28 @@ class GrpcExchange(Exchange, eq=False):
             self.held = None
 
 
-class Call:
+class Call(CallStream):
     """One call, with one message each way. Invariant: the call is answered once, or its client has left."""
 
     most_open = 1  # messages that are answered at once
     is_management = True  # a message carries no load, and may have no more bytes than one over HTTP
-    gate: bytes | None = b"/v2"  # the URL whose keys may ask; None: nobody needs a key
+    gate: bytes | None = None  # the URL whose keys may ask; None: nobody needs a key
 
-    def __init__(self, grpc: GrpcServer, stream: CallStream, metadata: Metadata) -> None:
-        """Take what the calls share, the stream and its metadata. A client without the right key is refused here."""
-        self.grpc, self.server, self.stream, self.metadata = grpc, stream.connection.server, stream, metadata
-        stream.head = _HEAD
+    def __init__(
+        self, grpc: GrpcServer, connection: Http2Connection, number: int, metadata: Metadata, *, is_whole: bool
+    ) -> None:
+        """Take what the calls share, the connection, the call's number and metadata, and whether the client sends
+        nothing more. A client without the right key is refused here."""
+        super().__init__(connection, number, is_whole, _HEAD)
+        self.grpc, self.server, self.metadata = grpc, connection.server, metadata
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
-        self._has_ended = False  # no more messages come
         self._waits = False  # its turn comes; or it has it
         self._ahead = 0  # bytes of `_came` that are counted
         self._open: set[GrpcExchange] = set()
         self._came = bytearray()  # not looked at yet
         self._body: IncomingBody | None = None  # a message that is not complete
-        self._account = self.server.account(stream.connection, "")
+        self._account = self.server.account(connection, "")
         self._is_compressed = False
         self._changed_s = time.monotonic()
         self._slowed: asyncio.TimerHandle | None = None  # the answer to a wrong key waits
@@ -241,15 +239,15 @@ class Call:
         """Refuse a client that may not ask for this URL. A client with a wrong key is told late, as over HTTP."""
         exchange = self.exchange(self.grpc.head(self.metadata, b"GET", url))
         refusal = self.grpc.service.refusal(exchange)
-        if refusal is None and exchange.key and not self.stream.connection.show_key():
+        if refusal is None and exchange.key and not self.connection.show_key():
             refusal = many()
-        self._account = self.server.account(self.stream.connection, exchange.key)
+        self._account = self.server.account(self.connection, exchange.key)
         self._is_admitted = refusal is None
         if refusal is None:
             return
         self.server.count_refusal(refusal)
         if refusal.after_s:
-            self.is_over = self.stream.is_slowed = True
+            self.is_over = self.is_slowed = True
             loop = asyncio.get_running_loop()
             self._slowed = loop.call_later(refusal.after_s, self._end_slowed, refusal)
         else:
@@ -258,7 +256,7 @@ class Call:
     def _end_slowed(self, refusal: HttpError) -> None:
         """Refuse a client with a wrong key and end its connection, as over HTTP."""
         self._end(refusal)
-        self.stream.connection.end()
+        self.connection.end()
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -270,7 +268,6 @@ class Call:
 
     def ended(self) -> None:
         """Note that no more messages come."""
-        self._has_ended = True
         self._read()
 
     def resume(self) -> None:
@@ -301,7 +298,7 @@ class Call:
         self._waits = True
         came, before, budget, most, is_more = self._came, len(self._came), self.server.budget, MOST_CALLS, False
         try:
-            while len(self._open) < self.most_open and not self.is_over and not self.stream.is_behind:
+            while len(self._open) < self.most_open and not self.is_over and not self.is_behind:
                 is_more = bool(came) and (not most or budget.left <= 0)
                 if is_more or (body := self._fill(came)) is None:
                     break
@@ -309,11 +306,9 @@ class Call:
                 try:
                     if self._is_compressed:
                         body = self._inflated(body)
-                    self.take(body)
+                    self._take_whole(body)
                 finally:
                     body.release()
-        except DecodeError:
-            self.fail(HttpError(400, "the message is not one of this call. See open_inference.proto."))
         except HttpError as error:
             self.fail(error)
         except Exception as error:
@@ -324,9 +319,17 @@ class Call:
         budget.spend(MOST_CALLS - most)
         if self._waits:
             (budget.wait if most and not self._open else budget.wait_behind)(self)  # who asks once goes first
-        self.stream.acknowledge(before - len(came))
-        if self._has_ended and not self._open and not self._waits and not self.is_over:
+        self.acknowledge(before - len(came))
+        if self.has_ended and not self._open and not self._waits and not self.is_over:
             self.complete()
+
+    def _take_whole(self, body: IncomingBody) -> None:
+        try:
+            self.take(body)
+        except DecodeError:
+            self.fail(HttpError(400, "the message is not one of this call. See open_inference.proto."))
+        except HttpError as error:
+            self.refuse("", error)
 
     def _fill(self, came: bytearray) -> IncomingBody | None:
         """Move bytes to the message that they belong to. Return the message when it is complete. Raises `HttpError`."""
@@ -376,7 +379,7 @@ class Call:
 
     def exchange(self, head: Head, body: Buffer = b"", id: str = "") -> GrpcExchange:
         """Return a message that asks for the same as an HTTP request with this head."""
-        arrived_ms, patience_ms = self.stream.connection.arrived_ms, self.metadata.patience_ms
+        arrived_ms, patience_ms = self.connection.arrived_ms, self.metadata.patience_ms
         return GrpcExchange(head, arrived_ms, body, patience_ms=patience_ms, id=id, _call=self)
 
     def ask(self, exchange: GrpcExchange, body: IncomingBody, described: DescribedRequest | None = None) -> None:
@@ -385,7 +388,7 @@ class Call:
         self._is_admitted = False
         if refusal is not None:
             self.server.count_refusal(refusal)
-            self.refuse(exchange, refusal)
+            self.refuse(exchange.id, refusal)
             return
         body.hold()
         exchange.held = body
@@ -398,12 +401,13 @@ class Call:
     # --- answering ----------------------------------------------------------------------------------------------
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
-        """Send the answer of the service."""
-        if status != 200:
+        """Send the answer of the service, or a part of it. A part may be an error, too."""
+        if status != 200 or bytes(payload[0][: len(_ERROR)]) == _ERROR:
             document = orjson.loads(payload[0])
-            self.fail(HttpError(status, document["error"], headers=lines, retry_after_s=document.get(RETRY_AFTER)))
+            again = document.get(RETRY_AFTER)
+            self.refuse(exchange.id, HttpError(status, document["error"], headers=lines, retry_after_s=again))
         else:
-            self.finish(self.answer(exchange, payload))
+            self.send(self.answer(exchange, payload))
 
     def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
         """Return the message of an answer."""
@@ -412,24 +416,26 @@ class Call:
     def answered(self, exchange: GrpcExchange) -> None:
         """Note that a message has its answer."""
         self._open.discard(exchange)
-        if self._came or self._has_ended:
+        if self._came or self.has_ended:
             self._read()
 
     def complete(self) -> None:
         """End the call: the client sends nothing more, and all its messages are answered."""
         self.fail(HttpError(400, "the call ended without a message. Send one."))
 
-    def finish(self, answer: Message) -> None:
-        """Send the one answer."""
+    def send(self, answer: Message) -> None:
+        """Send a message. The only one ends the call."""
         if not self.is_over:
-            self.is_over = True
-            self.stream.send(_prefixed(answer), _TRAILERS)
-            self.forget()
+            self.is_over = self.most_open == 1
+            data = answer.SerializeToString()
+            self.write(b"%b%b" % (_PREFIX.pack(0, len(data)), data), _TRAILERS if self.is_over else None)
+            if self.is_over:
+                self.forget()
 
-    def refuse(self, exchange: GrpcExchange, refusal: HttpError) -> None:
-        """Tell the client that a message was not let in."""
-        del exchange
-        self.fail(refusal)
+    def refuse(self, id: str, error: HttpError) -> None:
+        """Tell the client that the message of this id is not answered."""
+        del id
+        self.fail(error)
 
     def fail(self, error: HttpError) -> None:
         """End the call with an error. The headers that HTTP would send become trailers."""
@@ -438,9 +444,8 @@ class Call:
 
     def _end(self, error: HttpError) -> None:
         self.is_over = True
-        stream = self.stream
         if error.status == 415:
-            stream.head = _NO_GRPC
+            self.head = _NO_GRPC
         code = _CODES.get(error.status, _INTERNAL)
         reason = quote(error.message, safe=_PRINTABLE)
         if len(reason) > _LONGEST_REASON:  # it names what the client sent
@@ -453,7 +458,7 @@ class Call:
                 trailers.append((name, value))
         if error.retry_after_s is not None:  # what gRPC's own clients go by, where their policy says that they retry
             trailers.append((b"grpc-retry-pushback-ms", b"%d" % math.ceil(1000.0 * error.retry_after_s)))
-        stream.send(b"", tuple(dict(trailers).items()))
+        self.write(b"", tuple(dict(trailers).items()))
         self.forget()
 
     def left(self) -> None:
@@ -475,51 +480,32 @@ class Call:
 
     def check_time(self, now_s: float) -> None:
         """Give up a client whose message does not come."""
-        if self._is_late and not self.is_over and now_s - self._changed_s > _MESSAGE_S:
+        is_late = self._body is not None or (self.most_open == 1 and not self._open)  # a stream may pause between
+        if is_late and not self.is_over and now_s - self._changed_s > _MESSAGE_S:
             self.fail(HttpError(504, f"no message came within {_MESSAGE_S:.0f} s. Send it at once."))
 
-    @property
-    def _is_late(self) -> bool:
-        return not self._open
-
-    @property
     def is_idle(self) -> bool:
-        """Whether everything that the client has asked for is answered."""
         return not self._open and self._body is None and not self._came
-
-
-class UnknownCall(Call):
-    """A call that is not one of ours, or not gRPC."""
-
-    gate = None
-
-    def __init__(self, grpc: GrpcServer, stream: CallStream, metadata: Metadata) -> None:
-        super().__init__(grpc, stream, metadata)
-        reason = f"there is no call {metadata.path.decode('latin-1')}. See open_inference.proto."
-        self.fail(metadata.problem or HttpError(501, reason))
 
 
 class UnaryInferCall(Call):
     """`ModelInfer`."""
 
     generates = "generate"
-    is_streamed = False
+    gate: bytes | None = b"/v2"
     is_management = False
 
     def take(self, body: IncomingBody) -> None:
         request, tensors = self.grpc.reader.read(body.data)
-        if request.problem is not None:
+        described = request.described
+        if request.problem is not None or described is not None:
             action = self.generates if request.generates else "infer"
-            exchange = self.exchange(
-                self.grpc.head(self.metadata, b"POST", f"/v2/models/{request.path}/{action}".encode()), id=request.id
-            )
+            head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{request.path}/{action}".encode())
+            exchange = self.exchange(head, tensors, request.id)
             exchange.problem = request.problem
-            self.ask(exchange, body)
-            return
-        if request.described is not None:
-            head = self.grpc.head(self.metadata, b"POST", f"/v2/models/{request.path}/infer".encode())
-            described = request.described._replace(is_streamed=self.is_streamed)
-            self.ask(self.exchange(head, tensors, request.id), body, described)
+            if described is not None:
+                described = described._replace(is_streamed=self.most_open > 1)
+            self.ask(exchange, body, described)
             return
         url = f"/v2/models/{request.path}/{self.generates}" if request.generates else f"/predict/{request.path}"
         headers = self.metadata.forwarded
@@ -540,56 +526,31 @@ class StreamedCall(UnaryInferCall):
 
     most_open = _MOST_STREAM_MESSAGES
     generates = "generate_stream"
-    is_streamed = True
 
-    def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
-        del lines
-        text = bytes(payload[0])
-        if status != 200 or text.startswith(b'{"error"'):
-            document = orjson.loads(text)
-            self._fail_one(exchange.id, document["error"], document.get(RETRY_AFTER))
-        else:
-            self.send(_StreamInfer(infer_response=self.answer(exchange, payload)))
+    def answer(self, exchange: GrpcExchange, payload: Sequence[Buffer]) -> Message:
+        return _StreamInfer(infer_response=super().answer(exchange, payload))
 
-    def take(self, body: IncomingBody) -> None:
-        try:
-            super().take(body)
-        except HttpError as error:
-            self._fail_one("", error.message, error.retry_after_s)
-
-    def refuse(self, exchange: GrpcExchange, refusal: HttpError) -> None:
-        """Tell the client that a message was not let in, and go on with the next one."""
-        self._fail_one(exchange.id, refusal.message, refusal.retry_after_s)
-
-    def _fail_one(self, id: str, reason: str, retry_after_s: float | None) -> None:
-        answer = _StreamInfer(error_message=reason)
+    def refuse(self, id: str, error: HttpError) -> None:
+        """Tell the client that a message is not answered, and go on with the next one."""
+        answer = _StreamInfer(error_message=error.message)
         answer.infer_response.id = id
-        if retry_after_s is not None:
-            answer.infer_response.parameters[RETRY_AFTER].double_param = retry_after_s
+        if error.retry_after_s is not None:
+            answer.infer_response.parameters[RETRY_AFTER].double_param = error.retry_after_s
         self.send(answer)
-
-    def send(self, answer: Message) -> None:
-        """Send one of many messages."""
-        if not self.is_over:
-            self.stream.send(_prefixed(answer))
 
     def complete(self) -> None:
         self.is_over = True
-        self.stream.send(b"", _TRAILERS)
-
-    @property
-    def _is_late(self) -> bool:
-        return self._body is not None  # between messages it may take its time
+        self.write(b"", _TRAILERS)
 
 
 class ManagementCall(Call):
     """A call that carries no load. The route of HTTP that means the same answers it."""
 
-    def __init__(self, grpc: GrpcServer, stream: CallStream, metadata: Metadata, route: ManagementRoute) -> None:
+    def __init__(self, *begun: Any, route: ManagementRoute, is_whole: bool) -> None:
         self._route = route
-        if "{model}" not in route.path:  # else which model is asked for stands in the message
-            self.gate = route.path.encode()
-        super().__init__(grpc, stream, metadata)
+        # Which model is asked for stands in the message.
+        self.gate = b"/v2" if "{model}" in route.path else route.path.encode()
+        super().__init__(*begun, is_whole=is_whole)
 
     def take(self, body: IncomingBody) -> None:
         request = message(f"inference.{self._route.request}").FromString(bytes(body.data))
@@ -597,7 +558,7 @@ class ManagementCall(Call):
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         if status == 503 and self._route.answer.endswith("ReadyResponse"):
-            self.finish(message(f"inference.{self._route.answer}")(ready=False))
+            self.send(message(f"inference.{self._route.answer}")(ready=False))
         else:
             super().tell(exchange, status, lines, payload)
 
@@ -609,8 +570,6 @@ class ManagementCall(Call):
 class HealthCall(Call):
     """gRPC's own health check. It needs no key, because load balancers ask for it."""
 
-    gate = None
-
     def take(self, body: IncomingBody) -> None:
         request = _HealthRequest.FromString(bytes(body.data))
         if request.service not in ("", SERVICE):
@@ -619,7 +578,7 @@ class HealthCall(Call):
 
     def tell(self, exchange: GrpcExchange, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         del exchange, lines, payload
-        self.finish(_HealthResponse(status="SERVING" if status == 200 else "NOT_SERVING"))
+        self.send(_HealthResponse(status="SERVING" if status == 200 else "NOT_SERVING"))
 
 
 class ReflectionCall(StreamedCall):
@@ -632,11 +591,6 @@ class ReflectionCall(StreamedCall):
         request = ServerReflectionRequest.FromString(bytes(body.data))
         for answer in self.grpc.reflection.ServerReflectionInfo(iter((request,)), None):
             self.send(answer)
-
-
-def _prefixed(answer: Message) -> bytes:
-    data = answer.SerializeToString()
-    return b"%b%b" % (_PREFIX.pack(0, len(data)), data)
 
 
 class GrpcServer:
@@ -653,7 +607,7 @@ class GrpcServer:
         # By metadata, method and URL.
         self._heads: BoundedCache[tuple[int, bytes, bytes], Head] = BoundedCache(MOST_CACHED_HEADS)
         self._numbers = itertools.count()
-        named: dict[str, Callable[[GrpcServer, CallStream, Metadata], Call]] = {
+        named: dict[str, Callable[..., Call]] = {
             f"{SERVICE}/ModelInfer": UnaryInferCall,
             f"{SERVICE}/ModelStreamInfer": StreamedCall,
             f"{HEALTH}/Check": HealthCall,
@@ -676,12 +630,15 @@ class GrpcServer:
                 self._heads.add(key, head)
         return head
 
-    def _begin(self, stream: CallStream, headers: Headers) -> Call:
-        """Begin a call."""
+    def _begin(self, connection: Http2Connection, number: int, headers: Headers, is_whole: bool) -> None:
+        """Begin a call. Raises `ProtocolError` when its headers are malformed."""
         metadata = self._known.get(headers)
         if metadata is None:
             metadata = _read_metadata(next(self._numbers), headers)
             if metadata.is_short:
                 self._known.add(headers, metadata)
-        made = self._calls.get(metadata.path, UnknownCall)
-        return (made if metadata.problem is None else UnknownCall)(self, stream, metadata)
+        made = self._calls.get(metadata.path) if metadata.problem is None else None
+        call = (made or Call)(self, connection, number, metadata, is_whole=is_whole)
+        if made is None:
+            reason = f"there is no call {metadata.path.decode('latin-1')}. See open_inference.proto."
+            call.fail(metadata.problem or HttpError(501, reason))
