@@ -423,9 +423,25 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 elif open_at < INF:
                     look_at = min(look_at, open_at - gpulets.way_ms(1))
                 if not size:
+                    if pool.idle and self._send_held(offline, pool, now):
+                        continue
                     break
                 self._send_ids(program, pool, offline.take_batch(program, size), now)
         return look_at
+
+    def _send_held(self, offline: OfflineRequests, pool: WaitingPool, now: float) -> bool:
+        """Send the most urgent batch that is held while a gpu-let of its fastest pool is idle, if offline requests wait
+        for the slack that it takes. Otherwise the gpu-let would be idle until the batch is due."""
+        held = [queue for queue in pool.waiting.values() if queue.pools[0] is pool]
+        if not held or not offline.fits_alone(pool, now):
+            return False
+        for queue in held:
+            self._cutter.cut(queue, pool, pool.idle[0], now)
+        urgent = min(held, key=lambda queue: queue.batch.latest)
+        losing = self._losses.queues(now)
+        if losing and kept_until(urgent, pool, losing, self._gpulets, now, is_tight=False) > now:
+            return False
+        return self._dispatch(urgent, pool, now)
 
     # For an observer --------------------------------------------------------------------------------------------------
 

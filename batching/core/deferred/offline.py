@@ -4,7 +4,8 @@ A gpu-let that no batch is due on takes an offline batch, as large as the slack 
 is the time until its deadline, of the head of its queue or of a request that would come now, less the time of its own
 batch and of the batches that go before it, with what is expected to come meanwhile. Of that slack a part is kept for
 bursts: the square of the load, as so often a request finds two batches before it. A batch of the offline requests' own
-model takes them along where the same slack allows it.
+model takes them along where the same slack allows it. Where none fits beside a batch that is held on an idle gpu-let,
+that batch goes at once.
 
 What comes is shared by the gpu-lets of a pool that no offline batch has, and so are the batches before a program's own:
 the last such gpu-let is kept for all of them.
@@ -128,6 +129,15 @@ class OfflineRequests:
                     ends_ms[gpulet] = begin + factor * run[size]
                     return program, size
         return -1, 0
+
+    def fits_alone(self, pool: WaitingPool, now: float) -> bool:
+        """Return whether one offline request fits beside what may come to a pool, if nothing else waited."""
+        rivals = [
+            (now + queue.costs.budget_ms, queue, per_ms) for _, queue, per_ms in self._rivals(pool, now, None, INF)
+        ]
+        begin = now + self._gpulets.way_ms(1)
+        runs = [run for program, run in pool.run.items() if program in self.waiting]
+        return any(self._largest(pool, rivals, run, 1.0, begin, now, 1, 0) for run in runs)
 
     def beside(self, queue: WaitingQueue, pool: WaitingPool, size: int, end_by: float, now: float) -> int:
         """Return how many offline requests of its program a batch of so many may take along, if it must end by a

@@ -62,6 +62,20 @@ def test_nothing_starts_that_would_end_after_the_latest_start_of_a_batch_that_is
     assert (1, [0]) not in batches(decisions)
 
 
+def test_a_held_batch_goes_where_its_gpulet_would_be_idle_while_offline_requests_wait() -> None:
+    system = everywhere_linear([("a", 1.0, 5.0, 40.0, 500.0), ("b", 1.0, 9.0, 1000.0, 1.0)], 1)
+    options = {"rehearse": False, "hold": 1.0, "save_above": 0.0}
+    core, alone = make_scheduler("deferred", system, options), make_scheduler("deferred", system, options)
+    for number in range(4):
+        for each in (core, alone):
+            each.add_request(0.0, 0, number, 40.0)
+    core.add_offline(20.0, 1, 4, math.inf)
+    assert batches(drained(alone, 20.0)) == []  # it is held for more requests
+    assert batches(drained(core, 20.0)) == [(0, [0, 1, 2, 3])]  # no request of `b` fits before it
+    core.batch_done(29.0, 0)
+    assert batches(drained(core, 29.0)) == [(1, [4])]
+
+
 def test_a_batch_takes_offline_requests_of_its_model_along(system: System) -> None:
     core = deferred(system)
     core.add_offline(0.0, 0, 0, math.inf)

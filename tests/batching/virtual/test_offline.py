@@ -24,15 +24,26 @@ from tests.instruments.systems import everywhere_linear
 COST = StepCost.line(10.0, 0.05, 0.2, 0.001, 0.0)
 
 
-def run(offline: dict[int, float] | None, seed: int = 1, load: float = 0.4) -> SimulationResult:
+def run(
+    offline: dict[int, float] | None,
+    seed: int = 1,
+    load: float = 0.4,
+    *,
+    offline_ms: tuple[float, float] = (1.0, 4.0),
+    **options: float,
+) -> SimulationResult:
     """Half a minute of two models on two GPUs, and beside them a third one that nobody asks in a hurry."""
-    models = [("a", 1.0, 5.0, 80.0, 400.0 * load), ("b", 2.0, 10.0, 200.0, 200.0 * load), ("c", 1.0, 4.0, 999.0, 0.01)]
+    models = [
+        ("a", 1.0, 5.0, 80.0, 400.0 * load),
+        ("b", 2.0, 10.0, 200.0, 200.0 * load),
+        ("c", *offline_ms, 999.0, 0.01),
+    ]
     draws = np.random.default_rng(seed)
     index = (draws.random(20_000) < 1 / 3).astype(np.int32)
     times = np.cumsum(draws.exponential(1000.0 / (600.0 * load), 20_000))
     last = int(np.searchsorted(times, 30_000.0))
     backlog = None if offline is None else OfflineBacklog(offline, lambda _: (1, 1))
-    core = make_scheduler("deferred", everywhere_linear(models, 2), {"rehearse": False})
+    core = make_scheduler("deferred", everywhere_linear(models, 2), {"rehearse": False, **options})
     return simulate(core, times[:last], index[:last], duration_s=30.0, offline=backlog)
 
 
@@ -43,6 +54,14 @@ def test_the_idle_time_is_used_and_nobody_loses_by_it(seed: int) -> None:
     assert both.summary()["attainment"] >= alone.summary()["attainment"] - 0.002
     assert both.summary()["offline"]["part_of_idle"] >= 0.85
     assert both.counts().sum() == alone.counts().sum()
+
+
+@pytest.mark.parametrize("seed", seeds(2, 5))
+@pytest.mark.parametrize("offline_ms", [(1.0, 4.0), (4.0, 8.0)])
+def test_held_batches_keep_no_idle_time_from_offline_requests(offline_ms: tuple[float, float], seed: int) -> None:
+    runs = [run({2: math.inf}, seed, offline_ms=offline_ms, hold=hold, save_above=0.0).summary() for hold in (0.4, 1.0)]
+    assert min(each["offline"]["part_of_idle"] for each in runs) >= 0.85
+    assert min(each["attainment"] for each in runs) >= 0.99
 
 
 def test_a_backlog_runs_once_and_ends() -> None:
