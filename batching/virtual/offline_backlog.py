@@ -37,14 +37,10 @@ class OfflineApplication:
         """Begin a request."""
         return ApplicationRun(self._graph, now_ms, INF, self._times, is_offline=True)
 
-    def send_due(self, run: ApplicationRun, due: list[int], now_ms: float) -> list[int]:
-        """Return the stages of all requests that are due."""
-        sent = list[int]()
-        for stage in due:  # it grows by those that are due behind stages without requests
-            (count,) = self.application.stages[stage].draw_counts(1, self._generator)
-            due += run.expand(stage, count, now_ms)
-            sent += [stage] * count
-        return sent
+    def draw_count(self, stage: int) -> int:
+        """Return how many requests a stage makes."""
+        (count,) = self.application.stages[stage].draw_counts(1, self._generator)
+        return int(count)
 
 
 class _Call(NamedTuple):
@@ -113,10 +109,11 @@ class OfflineBacklog:
 
     def _come(self, application: OfflineApplication, run: ApplicationRun, due: list[int], now_ms: float) -> None:
         """Let the requests of stages come that are due, and the request of the application end with the last."""
-        for stage in application.send_due(run, due, now_ms):
-            model = application.models[stage]
-            self.left[model] += 1
-            self._calls[model].append(_Call(application, run, stage))
+        for stage in due:  # it grows by those that are due behind stages without requests
+            model, count = application.models[stage], application.draw_count(stage)
+            due += run.expand(stage, count, now_ms)
+            self.left[model] += count
+            self._calls[model].extend([_Call(application, run, stage)] * count)
         if run.is_complete:
             self._count(_key(application), now_ms)
 

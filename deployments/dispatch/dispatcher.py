@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ from tenuto.batching.core.system import INF
 from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.driven_scheduler import DrivenScheduler, SchedulerFactory
 from tenuto.deployments.dispatch.fleet import ConnectionFactory, gpulet_connection
-from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, Samples, TokenAsker
+from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, RequestTerms, TokenAsker
 from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.open_requests import OpenRequests
@@ -147,13 +147,7 @@ class Dispatcher:
         *,
         arrived_ms: float | None = None,
         slo_ms: float | None = None,
-        client_id: str = "",
-        reserve_ms: float = 0.0,
-        yields: bool = False,
-        samples: Samples | None = None,
-        sizes: tuple[int, ...] = (),
-        offline: bool = False,
-        client: str = "",
+        **terms: Unpack[RequestTerms],
     ) -> Request:
         """Give the core a request whose tensors are not read yet. When `asker.refused` is called before this returns,
         the tensors need not be read. Otherwise `start` or `cancel` must follow at once.
@@ -166,53 +160,39 @@ class Dispatcher:
             asker: is told how the request ended.
             arrived_ms: when the request came, on the monotonic clock; default now.
             slo_ms: time allowed from then; the model's SLO by default. With zero or less the request expires at once.
-            client_id: the client's id of the request.
-            reserve_ms: time kept of the deadline for the way back to the client.
-            yields: the request may only fill up batches: when a full batch of its model waits, it is turned away.
-            samples: the client's request that this is one sample of, if that has several.
-            sizes: of its inputs, in the order of the model's signature; () for a model of fixed shapes.
-            offline: the request waits for time that costs no other one its deadline; only a full queue refuses it.
-            client: the name of the key that asks; those whose requests wait offline take turns.
+            terms: a request that `yields` may only fill up batches: when a full batch of its model waits, it is turned
+                away. One that is `offline` waits for time that costs no other one its deadline; only a full queue
+                refuses it.
 
         Raises:
             KeyError: the plan has no such model.
         """
         core, requests = self._core, self._requests
-        size_class = requests.find(model, sizes) if sizes else requests.models[model]
-        served = requests.models[model] if size_class is None else size_class
         now = core.time.now_ms
-        arrived = now if arrived_ms is None else arrived_ms
-        deadline = arrived + (served.slo_ms if slo_ms is None else slo_ms)
-        request = Request(
-            next(self._ids),
-            model,
+        request = Request(next(self._ids), model, 0, now if arrived_ms is None else arrived_ms, 0.0, asker, **terms)
+        size_class = requests.find(model, request.sizes) if request.sizes else requests.models[model]
+        served = requests.models[model] if size_class is None else size_class
+        request.model, request.deadline_ms = (
             served.index,
-            arrived,
-            deadline,
-            reserve_ms,
-            client_id,
-            asker,
-            yields=yields,
-            samples=samples,
-            sizes=sizes,
-            offline=offline,
-            client=client,
+            request.arrived_ms + (served.slo_ms if slo_ms is None else slo_ms),
         )
         self.accounts.submitted(request)
         requests.add(request)
         if size_class is None:
             requests.refuse_larger(request)
             return request
-        waiting = core.scheduler.queued_offline(served.program) if offline else core.scheduler.queued(served.program)
+        waiting = (
+            core.scheduler.queued_offline(served.program) if request.offline else core.scheduler.queued(served.program)
+        )
         if waiting >= self._max_queued:
             requests.reject(request, Rule.FULL, f"{self._max_queued} requests of '{model}' are waiting")
-        elif offline:
+        elif request.offline:
             self._add(request, now)
             core.carry_out_refusals(now)
-        elif yields and waiting >= served.batch_size:
+        elif request.yields and waiting >= served.batch_size:
             why = f"it has a lower priority, and a full batch of '{model}' waits"
             requests.reject(request, Rule.YIELDED, why)
-        elif deadline - reserve_ms < now + served.alone_ms:
+        elif request.deadline_ms - request.reserve_ms < now + served.alone_ms:
             requests.expire(request, Rule.TOO_LATE)
         else:
             core.add(request, now)

@@ -30,7 +30,7 @@ from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.serve.discovery import find_gpulet, own_application
 from tenuto.deployments.serve.user_config import DispatcherConfig, read_dispatcher_config
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.arena import MappedArenas, machine_id
+from tenuto.deployments.wire.arena import Held, MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, clock_ahead_ms, pack_answers, read_parts
 from tenuto.deployments.wire.encryption import Identity
 from tenuto.deployments.wire.frames import Address, FrameProtocol, listen
@@ -66,16 +66,16 @@ _NOT_IN_CHARGE = Refused(
 )
 
 
-class _Asked:
+class _Asked(Held):
     """A request of a gateway. It also counts who reads the gateway's shared memory, as a `Slot` does for our own
     memory: when the client went away, the gateway is answered once no gpu-let reads that memory any more."""
 
-    __slots__ = ("_gateway", "_holders", "_number", "request")
+    __slots__ = ("_gateway", "_number", "request")
 
     def __init__(self, gateway: _Gateway, number: int) -> None:
+        super().__init__()
         self._gateway = gateway
         self._number = number
-        self._holders = 1
         self.request: Request | None = None
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
@@ -97,14 +97,8 @@ class _Asked:
         if self._gateway.asked.pop(self._number, None) is not None:
             self._gateway.outbox.add(answered, size_bytes)
 
-    def hold(self) -> None:
-        """Note that a batch contains the request."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Note that a batch has ended, or that the client went away."""
-        self._holders -= 1
-        if not self._holders and self._gateway.asked.pop(self._number, None) is not None:
+    def _give_back(self) -> None:
+        if self._gateway.asked.pop(self._number, None) is not None:
             self._gateway.outbox.add(AnsweredRequest(self._number, Refused(Outcome.FAILED, _LEFT)))
 
 

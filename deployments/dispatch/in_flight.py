@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import msgspec
 
@@ -53,6 +53,18 @@ class Samples(msgspec.Struct, eq=False):
         return left > 0
 
 
+class RequestTerms(TypedDict, total=False):
+    """What a gateway says of a request beside its times; see `Request`."""
+
+    reserve_ms: float
+    client_id: str
+    yields: bool
+    samples: Samples | None
+    sizes: tuple[int, ...]
+    offline: bool
+    client: str
+
+
 class Request(msgspec.Struct, eq=False):
     """A request of one sample between its admission and its end. Times are ms on the dispatcher's clock.
 
@@ -72,9 +84,9 @@ class Request(msgspec.Struct, eq=False):
     model: int
     arrived_ms: float
     deadline_ms: float
-    reserve_ms: float
-    client_id: str
     asker: Asker
+    reserve_ms: float = 0.0
+    client_id: str = ""
     parts: Sequence[InputPart] = ()
     memory: Held | None = None
     is_waiting: bool = True

@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 _GRAIN_BYTES = 1 << 16  # unit: slots are multiples of this, so that a freed slot fits the next body
 _MEMFD = "/memfd:tenuto-arena"
@@ -29,24 +28,37 @@ def machine_id() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
 
 
-class Held(Protocol):
-    """Memory that others may read. It is not reused before every holder has released it."""
+class Held:
+    """What others may use, mostly memory. It is given back when every holder has released it; whoever made it is the
+    first."""
+
+    __slots__ = ("_holders",)
+
+    def __init__(self) -> None:
+        self._holders = 1
 
     def hold(self) -> None:
         """Add a holder; each `hold` needs one `release`."""
+        self._holders += 1
 
     def release(self) -> None:
         """Remove a holder."""
+        self._holders -= 1
+        if not self._holders:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
 
 
-class Slot:
+class Slot(Held):
     """A part of an arena. The arena reuses it after its last holder has released it."""
 
-    __slots__ = ("_arena", "_holders", "_on_free", "data", "offset")
+    __slots__ = ("_arena", "_on_free", "data", "offset")
 
     def __init__(self, arena: Arena, offset: int, data: memoryview, on_free: Callable[[], None] | None) -> None:
+        super().__init__()
         self._arena = arena
-        self._holders = 1
         self._on_free = on_free
         self.offset = offset
         self.data = data
@@ -61,17 +73,10 @@ class Slot:
         """Whether more than half of its arena is in use."""
         return self._arena.is_scarce
 
-    def hold(self) -> None:
-        """Add a holder; each `hold` needs one `release`."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Remove a holder; after the last one the arena may reuse the slot."""
-        self._holders -= 1
-        if not self._holders:
-            self._arena._give_back(self)
-            if self._on_free is not None:
-                self._on_free()
+    def _give_back(self) -> None:
+        self._arena._give_back(self)
+        if self._on_free is not None:
+            self._on_free()
 
 
 class Arena:

@@ -46,7 +46,7 @@ def _parts() -> dict[str, Callable[[int], Any]]:
         data=(),
     )
     asker: Any = None  # who asked is told elsewhere
-    requests = [Request(0, MODEL, 0, 100.0, 200.0, 2.0, "r-0", asker)]
+    requests = [Request(0, MODEL, 0, 100.0, 200.0, asker, 2.0, "r-0")]
     batch = Batch(0, 0, MODEL, requests, 0, 103.2, 103.7, 112.8)
     accounts, way, ratios = Counters(), WayMeter(), LatencyRatios()
     plan = synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1)

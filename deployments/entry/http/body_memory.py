@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.http.open_connections import Limits
-from tenuto.deployments.wire.arena import Arena, Slot
+from tenuto.deployments.wire.arena import Arena, Held, Slot
 from tenuto.deployments.wire.tensors import Buffer
 
 SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
@@ -59,7 +59,7 @@ class Account:
         self.pool.bytes -= size
 
 
-class IncomingBody:
+class IncomingBody(Held):
     """A body of known length that is being received. A large one goes on in a slot of the arena when its first part has
     come. Its memory is counted until its last holder has released it, and until nobody reads the slot any more."""
 
@@ -67,6 +67,7 @@ class IncomingBody:
         """Expect a body of so many bytes. Raises `HttpError` 503 when there is no room for it now."""
         if not account.has_room(size):
             raise unfinished()
+        super().__init__()
         self.slot: Slot | None = None
         self.size = size
         self.missing = size  # bytes that are still to come
@@ -75,7 +76,6 @@ class IncomingBody:
         self._first = bytearray()  # until it has a slot
         self._enough = size if size < SLOT_BYTES else max(SLOT_BYTES, size // _FIRST_PART)
         self._counted = 0
-        self._holders = 1
 
     @property
     def data(self) -> memoryview:
@@ -102,7 +102,7 @@ class IncomingBody:
             return
         self._first += data
         if self.size >= SLOT_BYTES and len(self._first) >= self._enough:
-            self.slot = self._arena.take(self.size, self._give_back)
+            self.slot = self._arena.take(self.size, self._uncount)
             if self.slot is None:
                 raise unfinished()
             self.slot.data[: len(self._first)] = self._first
@@ -113,20 +113,13 @@ class IncomingBody:
         self._counted += size
         self.missing -= size
 
-    def hold(self) -> None:
-        """Add a holder; each `hold` needs one `release`."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Remove a holder."""
-        self._holders -= 1
-        if not self._holders:
-            if self.slot is None:
-                self._give_back()
-            else:
-                self.slot.release()
-
     def _give_back(self) -> None:
+        if self.slot is None:
+            self._uncount()
+        else:
+            self.slot.release()
+
+    def _uncount(self) -> None:
         self._account.give(self._counted)
         self._counted = 0
         self.slot = None  # which refers to this

@@ -17,12 +17,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import msgspec
 from msgspec.structs import replace
 
-from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, Samples, TokenAsker
+from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, RequestTerms, TokenAsker
 from tenuto.deployments.operator.combined_status import combine_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
@@ -237,36 +237,15 @@ class DispatcherClient:
         *,
         arrived_ms: float | None = None,
         slo_ms: float | None = None,
-        client_id: str = "",
-        reserve_ms: float = 0.0,
-        yields: bool = False,
-        samples: Samples | None = None,
-        sizes: tuple[int, ...] = (),
-        offline: bool = False,
-        client: str = "",
+        **terms: Unpack[RequestTerms],
     ) -> Request:
         """Take one request; it is refused here only when its dispatcher is absent. See `Dispatcher.admit`."""
         group = self._group_of[model]
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
-        number = next(self._numbers)
-        if samples is not None and samples.first < 0:
-            samples.first = number
-        request = Request(
-            number,
-            model,
-            0,
-            arrived,
-            deadline,
-            reserve_ms,
-            client_id,
-            asker,
-            yields=yields,
-            samples=samples,
-            sizes=sizes,
-            offline=offline,
-            client=client,
-        )
+        request = Request(next(self._numbers), model, 0, arrived, deadline, asker, **terms)
+        if request.samples is not None and request.samples.first < 0:
+            request.samples.first = request.id
         if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
             asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))

@@ -17,7 +17,7 @@ from tenuto.deployments.entry.service.application_functions import (
 from tenuto.deployments.entry.service.hook_process import HookAnswer
 from tenuto.deployments.entry.service.process_pool import HANGS_S, HookFaultError, ProcessPool, new_memory
 from tenuto.deployments.entry.service.run_memory import RunMemory
-from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.arena import Held, Slot
 from tenuto.deployments.wire.bundles import Places
 from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs, element_ends, most_row_bytes
 from tenuto.placement.application import Application
@@ -47,7 +47,7 @@ class VisibleTensors(NamedTuple):
     stages: Mapping[str, Sequence[Mapping[str, PlacedTensor] | None]]
 
 
-class FunctionPool:
+class FunctionPool(Held):
     """The functions of one application, for its models of one time. Made, used and closed on one event loop. The
     processes end after the last holder has released the pool; whoever made it is the first."""
 
@@ -58,6 +58,7 @@ class FunctionPool:
             application: has at least one function.
             models: the signatures of the models of its stages.
         """
+        super().__init__()
         self._application, self._models = application, models
         places = [place for place, stage in enumerate(application.stages) if stage.map is not None]
         sources = [application.stages[place].map or "" for place in places]
@@ -79,7 +80,6 @@ class FunctionPool:
             longest_s=max(HANGS_S, application.slo_ms / 1000.0),
             most_bytes=min(max(most), _MOST_INPUT_BYTES),
         )
-        self._holders = 1
 
     def name(self, place: int | None) -> str:
         """Return the function that makes a stage's requests, or without a stage the answer, in words."""
@@ -114,15 +114,8 @@ class FunctionPool:
         call, parts = self._call(None, seen, 1)
         return self._pool.begin(call, parts, latest_ms, self._outputs, memory=memory)
 
-    def hold(self) -> None:
-        """Add a holder; each `hold` needs one `release`."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Remove a holder."""
-        self._holders -= 1
-        if not self._holders:
-            self.close()
+    def _give_back(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the processes, and refuse the calls that are under way."""

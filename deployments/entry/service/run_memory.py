@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from tenuto.deployments.entry.http.body_memory import unfinished
-from tenuto.deployments.wire.arena import Arena, Slot
+from tenuto.deployments.wire.arena import Arena, Held, Slot
 
 _SHARED_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 
 
-class RunMemory:
+class RunMemory(Held):
     """Where the inputs of the request lie, and what its stages hand on. All of it is given back together, after the
     last holder has released it."""
 
     def __init__(self, arena: Arena | None, inputs: Slot | None) -> None:
         """Take the arena for what is handed on, and what the inputs lie in; the caller is the first holder."""
-        self._arena, self._slots, self._holders = arena, [] if inputs is None else [inputs], 1
+        super().__init__()
+        self._arena, self._slots = arena, [] if inputs is None else [inputs]
         if inputs is not None:
             inputs.hold()
 
@@ -36,14 +37,7 @@ class RunMemory:
             self._slots.append(slot)
         return slot
 
-    def hold(self) -> None:
-        """Add a holder; each `hold` needs one `release`."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Remove a holder."""
-        self._holders -= 1
-        if not self._holders:
-            slots, self._slots = self._slots, []
-            for slot in slots:
-                slot.release()
+    def _give_back(self) -> None:
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.release()

@@ -88,7 +88,7 @@ def test_a_request_is_given_to_the_smallest_class_that_covers_it() -> None:
 def test_a_request_that_no_class_of_a_new_plan_covers_is_refused() -> None:
     requests, asker = OpenRequests(Counters(), lambda: 0.0, lambda _model: SIGNATURE), _Asker()
     requests.follow(PLAN, from_plan(PLAN))
-    waiting = Request(1, "m", 0, 0.0, 100.0, 0.0, "", asker, sizes=(64, 1))
+    waiting = Request(1, "m", 0, 0.0, 100.0, asker, sizes=(64, 1))
     requests.add(waiting)
     requests.follow(PLAN, from_plan(PLAN))
     (refused,) = asker.refusals
@@ -105,7 +105,7 @@ def test_outcomes_and_padding_are_counted_by_size_class() -> None:
     def opened(*sizes: int, deadline_ms: float = 100.0) -> Request:
         served = requests.find("m", sizes)
         index = requests.models["m"].index if served is None else served.index
-        request = Request(sum(sizes), "m", index, 0.0, deadline_ms, 0.0, "", asker, sizes=sizes)
+        request = Request(sum(sizes), "m", index, 0.0, deadline_ms, asker, sizes=sizes)
         requests.add(request)
         return request
 
