@@ -64,6 +64,8 @@ class ModelExplained:
     `cost_per_hour` is the model's part of the price of its GPUs, by share and busy time; idle time is split in the same
     proportion. It is None without prices. `most_rps` and `least_slo_ms` are None if the model is not promised in full.
     Then `enough_rps` and `enough_slo_ms` are the rate and the SLO with which it would be; None if there are none.
+    `idle_rps` is given of a model that is offline, alone: what it would answer in largest batches with all the time
+    that others leave; None if it generates.
     """
 
     name: str
@@ -77,6 +79,8 @@ class ModelExplained:
     enough_rps: float | None
     enough_slo_ms: float | None
     replicas: tuple[ReplicaExplained, ...]
+    is_offline: bool = False
+    idle_rps: float | None = None
 
     @property
     def cost_per_million(self) -> float | None:
@@ -166,7 +170,9 @@ class _Trying:
         self._outlooks = Outlooks(carries=self._carries)
         self._outlook = self._outlooks.of(plan)
         self._promised = self._parts(plan)
-        self._in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
+        self._offline = {spec.name for spec in plan.models if spec.offline}  # nothing is promised to them
+        in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
+        self._in_full = in_full - self._offline
         self._cluster = Cluster.of(gpus)
         cluster = self._cluster.cut_as(plan.gpus)
         self._prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
@@ -203,6 +209,12 @@ class _Trying:
     def model(self, name: str) -> ModelExplained:
         """Return one model."""
         spec = self._plan.model(name)
+        places = [place for place, gpulet in enumerate(self._plan.gpulets) if _hosts(gpulet, name)]
+        replicas, cost = [self._replica(place, name) for place in places], self._cost_per_hour(name)
+        if spec.offline:
+            figures = spec.rate_rps, spec.slo_ms, 0.0, self._plan.unserved_reasons.get(name), cost
+            idle_rps = None if spec.generates is not None else sum(self._idle_rps(place, name) for place in places)
+            return ModelExplained(name, *figures, None, None, None, None, tuple(replicas), True, idle_rps)
         rates = {other.name: other.rate_rps for other in self._plan.models}
         is_full = name in self._in_full
 
@@ -228,13 +240,24 @@ class _Trying:
             spec.slo_ms,
             self._promised.get(name, 0.0) * spec.rate_rps,
             self._plan.unserved_reasons.get(name),
-            None if self._costs is None else self._costs.get(name, 0.0),
+            cost,
             None if more is None else more * spec.rate_rps,
             None if shorter is None else spec.slo_ms / shorter,
             None if less is None else spec.rate_rps / less,
             None if longer is None else longer * spec.slo_ms,
-            tuple(self._replica(place, name) for place, g in enumerate(self._plan.gpulets) if _hosts(g, name)),
+            tuple(replicas),
         )
+
+    def _cost_per_hour(self, name: str) -> float | None:
+        return None if self._costs is None else self._costs.get(name, 0.0)
+
+    def _idle_rps(self, place: int, name: str) -> float:
+        """Return what a model would answer in largest batches on a gpu-let with the time that its models leave."""
+        program = next(p for p in self._plan.gpulets[place].programs if name in p.models)
+        if program.latency is None:
+            return 0.0
+        batch_ms = program.latency.at(program.batch_size) * program.slowdown
+        return (1.0 - min(1.0, self._outlook.busy[place])) * 1000.0 * program.batch_size / batch_ms
 
     def _replica(self, place: int, name: str) -> ReplicaExplained:
         gpulet, spec = self._plan.gpulets[place], self._plan.model(name)

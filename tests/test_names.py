@@ -25,7 +25,7 @@ EMPTY_WORDS = {
     "laying": 0,
     "near": 2,
     "there": 2,
-    "told": 10,
+    "told": 9,
     "wanted": 2,
     "whereabouts": 0,
     "worth": 7,

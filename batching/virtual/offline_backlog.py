@@ -73,6 +73,7 @@ class OfflineBacklog:
         self._calls: dict[int, deque[_Call]] = {model: deque() for model in staged}  # they go before others
         self._sent: dict[int, tuple[int, _Call | None]] = {}  # of those under way, the model
         self._arrivals = deque(arrivals)
+        self._lately = set[int]()  # the models of those that ended since the last look
         self._lengths = lengths
         self._numbers = itertools.count(FIRST_OFFLINE)
         self._places: dict[int, int] = {}  # by model, of those that run in batches
@@ -121,6 +122,7 @@ class OfflineBacklog:
         """Let requests end; behind the end of the run nothing follows on them."""
         for request in requests if self.left else ():
             model, call = self._sent.pop(request)
+            self._lately.add(model)
             if call is None:
                 self._count(model, now_ms)
             else:
@@ -135,6 +137,12 @@ class OfflineBacklog:
         named = {each: each if isinstance(each, str) else names[each] for each in self.came}
         left = {name: self.came[each] - self.ended[each] for each, name in named.items()}
         return offline_figures({name: self.answered[each] for each, name in named.items()}, left, tokens, part, others)
+
+    def models_at_work(self) -> dict[int, bool]:
+        """Return by model whether requests wait or run, or have ended since the last call."""
+        ended, self._lately = self._lately, set()
+        running = {model for model, _ in self._sent.values()} | ended
+        return {model: waiting > 0 or model in running for model, waiting in self.left.items()}
 
     def end(self) -> None:
         """Let no more requests come or run."""

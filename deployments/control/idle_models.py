@@ -34,9 +34,10 @@ class IdleModels:
         """Take one look. Return the models that nobody has asked for as long as their `idle_after_s`. While a change is
         under way, a model that is not idle stays so: it may be starting. So does one that was asked again, while a
         change is prepared: the planner is at work, or a GPU is to come."""
-        arrived: Counter[str] = Counter()
+        arrived = Counter({spec.model: 0 for spec in models})
         for spec in models:
-            arrived[spec.model] += seen[spec.name].arrived if spec.name in seen else 0
+            if spec.name in seen:
+                arrived[spec.model] += seen[spec.name].arrived + seen[spec.name].offline
         idle = {spec.model for spec in models if self._is_idle(now_s, spec)}
         starting = {split_name(name)[0] for name in self.waking} if is_prepared else set()
         starting |= arrived.keys() if is_changing else set()

@@ -14,7 +14,8 @@ from tenuto.placement.planner import PlanRequest
 @dataclass(frozen=True)
 class ModelSeen:
     """Requests of one model since the last look: how many samples they asked for, and how many ended, in time or not.
-    Of a model that generates, how many were answered, and the tokens of their prompts and answers."""
+    Of a model that generates, how many were answered, and the tokens of their prompts and answers. `offline` counts
+    requests without an SLO: those that came since, and those that wait; they are in no other count."""
 
     arrived: int = 0
     good: int = 0
@@ -22,6 +23,7 @@ class ModelSeen:
     generated: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    offline: int = 0
 
 
 @dataclass(frozen=True)

@@ -424,14 +424,25 @@ class LiveSystem:
         models_seen, lengths_s = {}, []
         for name, counts in models.items():
             answered = counts.ok + counts.late
-            now = (counts.samples, counts.ok, counts.bad, answered, counts.prompt_tokens, counts.generated_tokens)
+            offline = counts.offline
+            tokens = counts.prompt_tokens, counts.generated_tokens
+            now = (
+                counts.samples,
+                counts.ok,
+                counts.bad,
+                answered,
+                *tokens,
+                0 if offline is None else offline.submitted,
+            )
             at_s, before = self._counted.get(name, (counts.counted_at_s, now))
             if any(new < old for new, old in zip(now, before, strict=True)):
                 before = (0,) * len(now)
             elif counts.counted_at_s > at_s:
                 lengths_s.append(counts.counted_at_s - at_s)
             self._counted[name] = counts.counted_at_s, now
-            models_seen[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
+            grown = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
+            waiting = 0 if offline is None else offline.under_way
+            models_seen[name] = replace(grown, offline=grown.offline + waiting) if waiting else grown
         return models_seen, max(lengths_s, default=None)
 
     def _broken(self, states: Mapping[str, ApplicationState]) -> dict[str, str]:

@@ -176,6 +176,7 @@ class ControlledCluster:
             sizes=load.sizes,
             offline=load.offline,
         )
+        self._offline = load.offline
         self._system.apply(plan)
         self._system.advance(0.0)
         self._system.life = Life()
@@ -244,17 +245,10 @@ class ControlledCluster:
 
     def _seen(self, now_s: float, look: Look) -> Observation:
         bad = look.ended.sum(axis=1) - look.ended[:, Outcome.OK]
-        models = {
-            name: ModelSeen(int(arrived), int(good), int(lost), *generated)
-            for name, arrived, good, lost, generated in zip(
-                self._result.names,
-                look.arrived.tolist(),
-                look.ended[:, Outcome.OK].tolist(),
-                bad.tolist(),
-                look.generated.tolist(),
-                strict=True,
-            )
-        }
+        offline = {} if self._offline is None else self._offline.models_at_work()
+        waits = [int(offline.get(place, False)) for place in range(len(self._result.names))]
+        counts = np.column_stack([look.arrived, look.ended[:, Outcome.OK], bad, look.generated, waits]).tolist()
+        models = {name: ModelSeen(*row) for name, row in zip(self._result.names, counts, strict=True)}
         known = {**self._gpus, **{name: gpu for name, (at_s, gpu) in self._unnoticed.items() if at_s > now_s}}
         return Observation(
             models=models,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import click
@@ -15,6 +15,8 @@ from tenuto.placement.application import Application
 from tenuto.placement.expectation.sharing import describe_sizes
 from tenuto.placement.explaining import LESS_PCT, Explained, ModelExplained, StageExplained, explain
 from tenuto.placement.generates import TokenSlo
+
+_PLACE_COLUMNS = 3  # format: the columns that say where a replica is; nothing is promised to an offline one
 
 
 @click.command("explain", short_help="Explain why a plan is as it is, and what would change it.")
@@ -99,25 +101,18 @@ def _print_stages(application: Application, stages: Sequence[StageExplained]) ->
 
 
 def _print_model(model: ModelExplained, slo: TokenSlo | None) -> None:
-    def told(slo_ms: float) -> str:
+    def slo_text(slo_ms: float) -> str:
         if slo is None:
             return f"{slo_ms:,.4g} ms"
         times = slo_ms / model.slo_ms
         return f"{times * slo.ttft_ms:,.4g} ms to the first token and {times * slo.tpot_ms:,.4g} ms for each further"
 
-    cost = "" if model.cost_per_hour is None else f", {model.cost_per_hour:,.3g} $/h"
-    million = model.cost_per_million
-    each = "" if million is None else f", {million:,.3g} $ per million"
-    say(f"{model.name}: {model.promised_rps:,.4g} of {model.rate_rps:,.4g} rps in {told(model.slo_ms)}{cost}{each}")
-    if model.most_rps is not None and model.least_slo_ms is not None:
-        say(f"  holds up to {model.most_rps:,.4g} rps, or down to an SLO of {told(model.least_slo_ms)}, by itself")
-    elif model.enough_rps is None and model.enough_slo_ms is None:
-        say(f"  {model.why_below or 'not served'}")
+    if model.is_offline:
+        at_most = "" if model.idle_rps is None else f": at most {model.idle_rps:,.4g} rps"
+        say(f"{model.name}: offline, in time that no other request needs{at_most}")
     else:
-        say(f"  {model.why_below or 'below what is asked'}")
-        ways = [] if model.enough_rps is None else [f"at {model.enough_rps:,.4g} rps"]
-        ways += [] if model.enough_slo_ms is None else [f"with an SLO of {told(model.enough_slo_ms)}"]
-        say(f"  would be in time {' or '.join(ways)}")
+        _print_promise(model, slo_text)
+    columns = None if not model.is_offline else _PLACE_COLUMNS
     print_table(
         (
             "  gpu-let",
@@ -131,7 +126,7 @@ def _print_model(model: ModelExplained, slo: TokenSlo | None) -> None:
             "carries rps",
             "rps without it",
             f"with {LESS_PCT:g} % less",
-        ),
+        )[:columns],
         (
             (
                 f"  {r.gpulet}",
@@ -145,8 +140,24 @@ def _print_model(model: ModelExplained, slo: TokenSlo | None) -> None:
                 f"{r.carried_rps:,.4g}",
                 f"{r.without_rps:,.4g}",
                 "-" if r.less_share_rps is None else f"{r.less_share_rps:,.4g}",
-            )
+            )[:columns]
             for r in model.replicas
         ),
         left=("  gpu-let", "type"),
     )
+
+
+def _print_promise(model: ModelExplained, slo_text: Callable[[float], str]) -> None:
+    cost = "" if model.cost_per_hour is None else f", {model.cost_per_hour:,.3g} $/h"
+    million = model.cost_per_million
+    each = "" if million is None else f", {million:,.3g} $ per million"
+    say(f"{model.name}: {model.promised_rps:,.4g} of {model.rate_rps:,.4g} rps in {slo_text(model.slo_ms)}{cost}{each}")
+    if model.most_rps is not None and model.least_slo_ms is not None:
+        say(f"  holds up to {model.most_rps:,.4g} rps, or down to an SLO of {slo_text(model.least_slo_ms)}, by itself")
+    elif model.enough_rps is None and model.enough_slo_ms is None:
+        say(f"  {model.why_below or 'not served'}")
+    else:
+        say(f"  {model.why_below or 'below what is asked'}")
+        ways = [] if model.enough_rps is None else [f"at {model.enough_rps:,.4g} rps"]
+        ways += [] if model.enough_slo_ms is None else [f"with an SLO of {slo_text(model.enough_slo_ms)}"]
+        say(f"  would be in time {' or '.join(ways)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,25 @@ def test_a_model_that_nobody_asks_frees_its_gpu_until_somebody_asks_again() -> N
     rows = controlled_summary(run, 600.0, 0.0, ())["models"]
     assert rows["busy"]["attainment"] > 0.99
     assert 0.9 < rows["idle"]["attainment"] < 1.0  # what came while it started is lost
+
+
+def test_offline_requests_wake_an_idle_model_that_stays_until_all_are_answered() -> None:
+    pause = {"process": "steps", "options": {"factors": [1e-9, 1.0, 1e-9]}}
+    common = {"latency": LATENCY, "offline": True, "idle_after_s": 60.0}
+    night = {"name": "night", "rate_rps": 0.5, "arrival": pause, **common}
+    busy = {"name": "busy", "rate_rps": 100.0, "slo_ms": 100.0, "latency": LATENCY}
+    workload = parse_document(Workload, {"models": [night, busy]}, origin="w.yaml")
+    plan = solve(Symphony(), workload, Cluster.parse("v100:2"), Profiles(()))
+    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "ffd"}, "change": {"start_s": 3.0}})
+    how: dict[str, Any] = {"scheduler_name": "deferred", "duration_s": 900.0, "seed": 3}
+    run = ControlledSimulation(workload, plan, CLUSTER.gpus, Profiles(()), settings, **how).run()
+    held = [(at_s, "night" in [r.name for g in each.gpulets for r in g.models]) for at_s, each, _ in run.plans]
+    (left_s, woken_s, left_again_s) = [at_s for (_, was), (at_s, here) in pairwise(held) if was != here]
+    assert 60.0 <= left_s < 100.0
+    assert 300.0 < woken_s < 330.0
+    assert 660.0 <= left_again_s < 700.0
+    assert run.offline["waiting"] == {"night": 0}
+    assert run.offline["requests"]["night"] > 100
 
 
 def test_a_node_with_notice_loses_no_request() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import IN_FULL, expected_of
 from tenuto.placement.explaining import Explained, explain
@@ -128,3 +130,15 @@ def test_stages_take_the_gpu_time_and_the_price_of_their_requests() -> None:
     assert detect.saves is not None
     assert read.saves is not None
     assert detect.saves > read.saves > 0.0
+
+
+def test_an_offline_model_is_promised_nothing_and_gets_at_most_what_is_idle() -> None:
+    entries = [{"rate_rps": 100.0, "slo_ms": 120.0, "latency": FAST}, {"offline": True, "latency": SLOW}]
+    plan = planned(entries, "symphony", "v100:1")
+    busy, night = explained(plan).models
+    assert (busy.is_offline, busy.idle_rps) == (False, None)
+    assert (night.is_offline, night.promised_rps, night.most_rps, night.least_slo_ms) == (True, 0.0, None, None)
+    assert night.replicas
+    run = Simulation.of_plan(plan, duration_s=30.0, seed=1, offline={"m1": math.inf}).run().summary()
+    assert night.idle_rps is not None
+    assert 0.8 * night.idle_rps < run["offline"]["requests"]["m1"] / 30.0 <= night.idle_rps

@@ -27,6 +27,7 @@ class Desk:
         self.controller = Controller(self.settings, Memory(plan, plan.workload))
         self.gpus = tuple(gpus)
         self.rates = {spec.name: spec.rate_rps for spec in plan.models}
+        self.offline: dict[str, int] = {}  # requests without an SLO that wait
         self.lost = dict.fromkeys(self.rates, 0.0)  # part of the requests
         self.ratios: dict[str, dict[str, float]] = {}
         self.not_ready: set[str] = set()
@@ -47,7 +48,7 @@ class Desk:
             for name, rate in self.rates.items():
                 arrived = round(rate * self.now_s) - round(rate * (self.now_s - 1.0))
                 bad = round(self.lost.get(name, 0.0) * arrived)
-                models[name] = ModelSeen(arrived, arrived - bad, bad)
+                models[name] = ModelSeen(arrived, arrived - bad, bad, offline=self.offline.get(name, 0))
             here = {gpu.id for gpu in self.gpus}
             ready = frozenset(
                 g.id

@@ -45,6 +45,16 @@ def test_a_model_that_nobody_asks_leaves_and_comes_back() -> None:
     assert not {"stuck", "roll back"} & set(desk.kinds())
 
 
+def test_a_model_that_is_asked_offline_alone_stays_until_nothing_waits() -> None:
+    desk = PlanningDesk(leaving_after(BESIDE, 60.0, "b"), [gpu("n0/0"), gpu("n1/0")])
+    desk.rates["b"], desk.offline["b"] = 0.0, 1
+    desk.look(300)
+    assert desk.hosted() == {"a", "b"}
+    desk.offline["b"] = 0
+    desk.look(90)
+    assert desk.hosted() == {"a"}
+
+
 def test_the_last_model_leaves_no_gpu_in_use() -> None:
     desk = PlanningDesk(leaving_after(ALONE, 60.0), [gpu("n0/0")], {"gpus": {"v100": {"max": 2}}})
     desk.rates["a"] = 0.0
