@@ -495,6 +495,15 @@ class BatchStore:
         """Whether somebody deleted the content of the file of a batch, and not the whole folder."""
         return not self.path(batch.input_file_id).exists() and (self.folder / "files").is_dir()
 
+    def _note_lost_answers(self, batch: OfflineBatch, progress: _Progress) -> None:
+        """Count no answers of a file that somebody deleted or cut, and let its batch fail: they cannot be written
+        again."""
+        for name in ("output", "error"):
+            file, size = self.path(getattr(progress, f"{name}_id")), getattr(progress, f"{name}_bytes")
+            if size and (not file.exists() or file.stat().st_size < size) and file.parent.is_dir():
+                setattr(progress, f"{name}_bytes", 0)
+                batch.errors = _errors("file_lost", "a file of its answers was deleted from the disk of the server.")
+
     def _others(self, batch_id: str) -> list[str]:
         """Return the other open batches of the key of a batch."""
         owners = dict(self.open_batches())
@@ -522,8 +531,10 @@ class BatchStore:
     def pending(self, batch_id: str, after: int, most: int) -> list[BatchLine] | None:
         """Return lines of a batch without an answer, in order and behind the line `after`; None where no more are to be
         asked, as the batch is over, cancelled or expired."""
-        batch, _ = self._stored(batch_id)
-        if batch.status != "in_progress" or self._clock() >= batch.expires_at or self._has_no_content(batch):
+        batch, progress = self._stored(batch_id)
+        self._note_lost_answers(batch, progress)
+        is_over = batch.status != "in_progress" or self._clock() >= batch.expires_at
+        if is_over or batch.errors or self._has_no_content(batch):
             return None
         rows = self._db.execute(
             "SELECT number, custom_id, length, start FROM lines WHERE batch = ? AND number > ? AND NOT is_answered "
@@ -547,6 +558,7 @@ class BatchStore:
         note = "UPDATE lines SET is_answered = 1 WHERE batch = ? AND number = ? AND NOT is_answered"
         new = [each for each in answers if self._db.execute(note, (batch.id, each.number)).rowcount]
         if new:  # a batch that is over has no lines any more
+            self._note_lost_answers(batch, progress)
             self._append(batch, progress, new)
             self._save(batch, progress)
 
@@ -579,16 +591,18 @@ class BatchStore:
             is_gone = self._has_no_content(batch)
             if batch.status not in ("in_progress", "cancelling") and not (is_gone and batch.status == "validating"):
                 return False
+            self._note_lost_answers(batch, progress)
             is_cancelled = batch.status == "cancelling"
             find = "SELECT number, custom_id FROM lines WHERE batch = ? AND NOT is_answered LIMIT ?"
             rows = self._db.execute(find, (batch_id, _SLICE)).fetchall()
             if is_gone and not is_cancelled and (rows or progress.looked_at >= 0):
                 batch.errors = _errors("file_lost", "the content of its file was deleted from the disk of the server.")
             if rows:
-                end = "was cancelled" if is_cancelled else "lost its file" if batch.errors else "expired"
-                code = "file_lost" if batch.errors else f"batch_{end.split()[-1]}"
+                end = "was cancelled" if is_cancelled else "lost a file" if batch.errors else "expired"
+                code = "file_lost" if batch.errors and not is_cancelled else f"batch_{end.split()[-1]}"
                 message = f"the batch {end} before this line was asked."
                 batch.expired_at = None if is_cancelled or batch.errors else int(self._clock())
+                self._save(batch, progress)
                 unasked = [LineAnswer(number, False, answer_text(name, None, code, message)) for number, name in rows]
                 self._record(batch, progress, unasked)
                 return True

@@ -352,6 +352,35 @@ def test_a_batch_whose_file_was_deleted_from_the_disk_fails_with_what_it_has(tmp
     assert store.open_batches() == []
 
 
+@pytest.mark.parametrize("left_bytes", [None, 3])
+@pytest.mark.parametrize("when", ["asking", "answered", "cancelled"])
+def test_a_batch_whose_answers_were_deleted_from_the_disk_fails_and_invents_none(
+    tmp_path: Path, when: str, left_bytes: int | None
+) -> None:
+    store = opened(tmp_path)
+    batch_id = begun(store, lines_of(6) + "\nno request\n")
+    before = {*(tmp_path / "files").iterdir()}
+    store.record(batch_id, [answer(number, f"r{number}") for number in range(6 if when == "answered" else 3)])
+    (outputs_file,) = {*(tmp_path / "files").iterdir()} - before
+    if left_bytes is None:
+        outputs_file.unlink()
+    else:
+        outputs_file.write_bytes(outputs_file.read_bytes()[:left_bytes])
+    if when == "cancelled":
+        store.cancel(KEY, batch_id)
+    assert store.pending(batch_id, -1, 9) is None
+    if when != "answered":
+        store.record(batch_id, [answer(3, "r3")])  # it was under way
+    batch, outputs, errors = ended(store, batch_id)
+    assert batch["status"] == ("cancelled" if when == "cancelled" else "failed")
+    assert batch["errors"]["data"][0]["code"] == "file_lost"
+    assert [row["custom_id"] for row in outputs] == ([] if when == "answered" else ["r3"])
+    assert [row["error"]["code"] for row in errors[:1]] == ["invalid_json_line"]
+    unasked = {"asking": ["file_lost"] * 2, "cancelled": ["batch_cancelled"] * 2, "answered": []}
+    assert [row["error"]["code"] for row in errors[1:]] == unasked[when]
+    assert store.open_batches() == []
+
+
 def test_lists_go_on_behind_an_id(tmp_path: Path) -> None:
     store = opened(tmp_path)
     made = [begun(store, lines_of(1)) for _ in range(5)]
