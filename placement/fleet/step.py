@@ -28,16 +28,16 @@ PHASES: tuple[Phase, ...] = ("canary", "room", "traffic", "release")
 
 
 def fingerprint(plan: Plan | None) -> str:
-    """Return what tells a plan from others: what runs where, for which rates. The ids of gpu-lets do not count, as a
-    deployment gives new ones to processes that start anew."""
+    """Return what tells a plan from others: what runs where, for which rates and terms. The ids of gpu-lets do
+    not count, as a deployment gives new ones to processes that start anew."""
     if plan is None or not plan.gpulets:
         return NOTHING_RUNS
     held = sorted(
         (gpulet.gpus, gpulet.effective_share_pct, sorted((r.name, r.batch_size) for r in gpulet.models))
         for gpulet in plan.gpulets
     )
-    demand = sorted((spec.name, spec.rate_rps, spec.slo_ms) for spec in plan.models)
-    return hashlib.sha256(json.dumps([held, demand], default=str).encode()).hexdigest()[:_DIGITS]
+    terms = [each.model_dump(mode="json") for each in (*plan.models, *plan.applications)]
+    return hashlib.sha256(json.dumps([held, sorted(terms, key=str)], default=str).encode()).hexdigest()[:_DIGITS]
 
 
 class CellChange(StrictModel):

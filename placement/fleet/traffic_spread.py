@@ -2,8 +2,9 @@
 
 Two levels, no joint program over models and cells: a linear program over models and kinds of GPUs says what a GPU of
 each kind is worth (RAS has such a first level; POP shows that parts with a like mixture of demand and room come within
-1.5 % of the whole). Then models are laid on cells one by one, the largest first, each whole where it fits. What runs
-stays: only what a cell has no room for moves, and only to cells that give nothing away.
+1.5 % of the whole). Then models are laid on cells one by one, those with the least choice of cells first and then the
+largest, each whole where it fits. What runs stays: only what a cell has no room for moves, and only to cells that give
+nothing away.
 """
 
 from __future__ import annotations
@@ -70,7 +71,14 @@ class _Cells:
     def __init__(self, rooms: Sequence[CellRoom], fluid: Fluid) -> None:
         self.rooms = {room.name: room for room in rooms}
         self.free = {room.name: {kind: float(count) for kind, count in room.gpus.items()} for room in rooms}
-        self._fluid = fluid
+        self._fluid, self._margin = fluid, HEADROOM
+
+    def spend_margin(self) -> None:
+        """Let models take the room that was left for a tenth more load."""
+        for name, free in self.free.items():
+            for kind, count in self.rooms[name].gpus.items():
+                free[kind] = count - (count - free[kind]) / self._margin
+        self._margin = 1.0
 
     def fit(self, group: ModelGroup, cell: str, share: float) -> tuple[float, dict[Kind, float], float]:
         """Return how much of a share of a group has room in a cell, the GPUs that it takes and what they are worth.
@@ -87,7 +95,7 @@ class _Cells:
         for needs in group.gpus.values():
             left = 1.0
             for kind in sorted((k for k in free if k[0] in needs), key=lambda k: needs[k[0]] * self._fluid.worth[k]):
-                gpus = HEADROOM * share * needs[kind[0]]
+                gpus = self._margin * share * needs[kind[0]]
                 room = max(0.0, free[kind] - taken[kind])
                 more = left if gpus <= 0.0 else min(left, room / gpus)
                 taken[kind] += more * gpus
@@ -133,10 +141,13 @@ class _Spreading:
     def __init__(
         self, groups: Sequence[ModelGroup], rooms: Sequence[CellRoom], fluid: Fluid, running: Shares, at_most: float
     ) -> None:
-        self._cells, self._rooms, self._running = _Cells(rooms, fluid), rooms, running
+        self._cells, self._running = _Cells(rooms, fluid), running
         self._size = {g.name: sum(min(n.values(), default=0.0) for n in g.gpus.values()) for g in groups}
-        # What has to be in several cells has the least choice, and then what is large.
-        self._groups = sorted(groups, key=lambda g: (_survive(g) is None, -self._size[g.name], g.name))
+        self._allowed = {g.name: [room.name for room in rooms if room.may_hold(g)] for g in groups}
+        # What has to be in several cells comes first, then what few cells can hold, and then what is large.
+        self._groups = sorted(
+            groups, key=lambda g: (_survive(g) is None, len(self._allowed[g.name]), -self._size[g.name], g.name)
+        )
         self._budget = at_most * sum(self._size.values())
         self._traffic: dict[str, dict[str, float]] = {group.name: {} for group in groups}
         self._used: dict[str, Counter[Kind]] = {room.name: Counter() for room in rooms}
@@ -153,6 +164,11 @@ class _Spreading:
                 parted.append(group)
         for group in parted:
             self._lay(group, left[group.name], is_whole=False)
+        self._cells.spend_margin()  # before a model finds no room, where that is enough for all of it
+        for group in parted:
+            rest = 1.0 - sum(self._traffic[group.name].values())
+            if sum(self._cells.fit(group, cell, rest)[0] for cell in self._allowed[group.name]) > rest - SLIGHT:
+                self._lay(group, rest, is_whole=False)
         planned = {}
         for group in self._groups:
             traffic = self._traffic[group.name]
@@ -161,7 +177,11 @@ class _Spreading:
                 self._lacking[group.name] = 1.0 - served
             factor = _planned_factor(group, traffic)
             planned[group.name] = {cell: factor * share for cell, share in traffic.items()}
-        return Spread(self._traffic, planned, self._used, self._lacking, self._unmet, self._moved_part(), self._given())
+        used = {
+            cell: {kind: min(gpus, self._cells.rooms[cell].gpus[kind]) for kind, gpus in taken.items()}
+            for cell, taken in self._used.items()
+        }
+        return Spread(self._traffic, planned, used, self._lacking, self._unmet, self._moved_part(), self._given())
 
     def _moved_part(self) -> float:
         return self._moved / max(SLIGHT, sum(self._size.values()))
@@ -177,7 +197,7 @@ class _Spreading:
         """Leave a group where it is as far as there is room, and return the share for which there is none."""
         now = self._running.get(group.name, {})
         total, survive = sum(now.values()), _survive(group)
-        allowed = {room.name for room in self._rooms if room.may_hold(group)}
+        allowed = self._allowed[group.name]
         shares = {cell: share / total for cell, share in now.items() if cell in allowed and total > 0.0}
         if survive is not None and len(shares) < 2 <= len(allowed):
             return 1.0  # it is laid on several cells anew; when only one may hold it, it keeps that one
@@ -208,7 +228,7 @@ class _Spreading:
         """Lay a share of a group on cells that give nothing away: whole on the one where it takes what is worth least,
         or on several. Return whether it is laid, or has no cell."""
         survive, held = _survive(group), self._traffic[group.name]
-        allowed = [room.name for room in self._rooms if room.may_hold(group)]
+        allowed = self._allowed[group.name]
         cells = [cell for cell in allowed if cell not in self._givers]
         if survive is not None and not held and len(cells) > 1:
             self._lay_apart(group, cells, survive)

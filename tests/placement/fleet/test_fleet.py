@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, p
 from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
 from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, after_loss
 from tenuto.placement.planner.gpu_matching import gpus_of
-from tenuto.profiles import Profiles
+from tenuto.profiles import Profile, Profiles
 
 
 def cluster(gpus: int = 4, kind: str = "v100", **node: Any) -> Cluster:
@@ -128,6 +129,13 @@ def test_what_has_no_room_anywhere_is_said_and_nobody_else_suffers() -> None:
     assert done.spread.lacking.keys() == {"b"}
     assert (done.spread.moved, done.spread.givers) == (0.0, frozenset())  # nothing ran before
     assert sum(promised(plan, "a") for plan in done.plans.values()) >= 0.95 * 300.0
+
+
+def test_what_has_room_by_the_margin_alone_is_not_left_out() -> None:
+    done = planned(workload(model("a", 1000.0), model("b", 2300.0)), cells("c1", "c2"))
+    assert not done.spread.lacking
+    assert sum(promised(plan, "b") for plan in done.plans.values()) >= 0.95 * 2300.0
+    assert all(sum(used.values()) <= 4.0 + 1e-9 for used in done.spread.used.values())
 
 
 def test_models_of_an_application_stay_together() -> None:
@@ -247,6 +255,36 @@ def test_a_cell_that_is_gone_leaves_its_models_to_the_others() -> None:
     assert {cell for shares in again.traffic.values() for cell in shares} == {"c1", "c2"}
     stayed = [name for name, shares in first.traffic.items() if "c3" not in shares]
     assert all(again.traffic[name] == first.traffic[name] for name in stayed)
+
+
+def test_a_model_that_one_cell_alone_can_hold_stays_and_one_with_a_choice_moves() -> None:
+    states = [CellState("fast", cluster(2, "a100")), CellState("slow", cluster(8, "t4"))]
+    batches_ms = {"a100": {1: 4, 32: 35}, "t4": {1: 16, 32: 140}}
+    profiles = Profiles(
+        Profile.model_validate(
+            {
+                "name": f"p-{kind}",
+                "source": "made up",
+                "gpu_type": kind,
+                "models": {"net": {"points": [{"batch_size": b, "latency_ms": each} for b, each in ms.items()]}},
+            }
+        )
+        for kind, ms in batches_ms.items()
+    )
+
+    def asked(factor: float) -> Workload:
+        small = {"name": "small", "profile": "net", "rate_rps": factor * 200.0, "slo_ms": 12}  # none in time on a T4
+        large = {"name": "large", "profile": "net", "rate_rps": factor * 900.0, "slo_ms": 200}
+        return workload(large, small)
+
+    def plan(factor: float, at: list[CellState]) -> FleetPlan:
+        return plan_fleet(FleetTask(asked(factor), at, PolicyUsed(name="symphony"), profiles))
+
+    first = plan(1.0, states[:1])
+    grown = plan(1.8, running(states, dict(first.plans)))
+    assert grown.traffic["small"] == {"fast": 1.0}
+    assert "slow" in grown.traffic["large"]
+    assert not grown.spread.lacking
 
 
 def test_what_is_to_survive_a_cell_keeps_its_rate_and_others_share_what_is_left() -> None:
@@ -369,3 +407,15 @@ def test_a_fingerprint_knows_what_runs_and_not_how_gpulets_are_called() -> None:
     less = plan.model_copy(update={"gpulets": plan.gpulets[1:]})
     assert fingerprint(less) != fingerprint(plan)
     assert fingerprint(None) == "nothing"
+
+
+def test_a_plan_on_other_terms_has_another_fingerprint_and_one_that_is_read_again_has_not() -> None:
+    stages = [{"model": "s1", "latency": {"alpha_ms": 1, "beta_ms": 3}}]
+    app = {"name": "app", "rate_rps": 100.0, "slo_ms": 200, "stages": stages}
+    asked = workload(model("a", 400.0), applications=[app])
+    plan = planned(asked, cells("c1")).plans["c1"]
+    assert fingerprint(Plan.from_data(json.loads(json.dumps(plan.to_data())))) == fingerprint(plan)
+    first, *others = asked.models
+    urgent = asked.model_copy(update={"models": (first.model_copy(update={"priority": 1}), *others)})
+    again = planned(urgent, running(cells("c1"), {"c1": plan})).plans["c1"]
+    assert fingerprint(again) != fingerprint(plan)
