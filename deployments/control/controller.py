@@ -611,6 +611,7 @@ class Controller:
                     change.horizon_s,
                     change.hysteresis,
                     self._settings.rates.average_s,
+                    self._gpu_requests.come_s,
                 ),
                 growth=growth,
                 by_node=frozenset(kind for kind in growth if bounds[kind].per_node > 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tenuto.deployments.control.estimates import FOLLOW
 from tenuto.deployments.control.settings import ControlSettings
 
 _REST = 10.0  # pace: a type that did not come is left alone for so many times as long as it was waited for
@@ -13,13 +14,15 @@ _LONGEST_S = 86_400.0  # limit: a type that never comes is asked for again at le
 class GpuRequests:
     """Invariant: a type is in `missing` only while fewer of its GPUs are present than were asked for.
 
-    `given_up` says until when, on the controller's clock, no more GPUs of a type are counted on.
+    `given_up` says until when, on the controller's clock, no more GPUs of a type are counted on. `come_s` is how long
+    GPUs took to come lately.
     """
 
     def __init__(self, settings: ControlSettings) -> None:
         """Begin with nothing asked for. A type is given up after `change.come_s`, for ten times as long, and twice as
-        long as that each time."""
+        long as that each time; until one has come, all are taken to come then."""
         self._bounds, self._come_s = settings.gpus, settings.change.come_s
+        self.come_s, self._seen = self._come_s, dict[str, int]()
         self._totals: dict[str, int] | None = None
         self._present: dict[str, int] = {}  # when they were asked for
         self._since_s: dict[str, float] = {}  # since when GPUs are missing, or more are asked for
@@ -50,6 +53,10 @@ class GpuRequests:
     def give_up_late(self, now_s: float, present: Mapping[str, int]) -> dict[str, int]:
         """Compare with what is present. Return the types that are given up now, with how many GPUs are missing."""
         totals, before = self._totals or {}, self.missing
+        for kind in before:
+            if present.get(kind, 0) > self._seen.get(kind, 0):
+                self.come_s += FOLLOW * (now_s - self._since_s[kind] - self.come_s)
+        self._seen = dict(present)
         self.missing = {kind: n - present.get(kind, 0) for kind, n in totals.items() if n > present.get(kind, 0)}
         self._since_s |= dict.fromkeys(self.missing.keys() - before.keys(), now_s)
         for kind in totals.keys() - self.missing.keys():

@@ -3,7 +3,8 @@
 What is placed stays in the plans that are `kept`, `extended` (the policy plans what is missing beside it), `trimmed`
 (gpu-lets that are not needed end) and `arranged` (replicas are added until models lie as they ask). Beside them stands
 the policy's plan for everything (`planned anew`), and, on GPUs that plans may cut into MIG instances, one with other
-layouts (`cut anew`).
+layouts (`cut anew`). On a cluster that can grow what lies on a dear GPU may move to cheaper ones (`swapped`), of which
+some may have to be had first.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Candidate(NamedTuple):
 
 class Candidates:
     """The candidates of one task. `faults` says why some of them are missing. `needed_gpus` is how many GPUs of each
-    type would carry everything; None: the policy could not tell."""
+    type would carry everything; None: the policy could not tell. `to_come` are GPUs of plans that are not there yet,
+    by id."""
 
     def __init__(self, task: PlanTask) -> None:
         """Take a task with a running plan. Its cluster has the GPUs that are present."""
@@ -62,6 +64,7 @@ class Candidates:
         self.asks_for_places = any(map(asks, task.workload.models))
         self.faults: list[str] = []
         self.needed_gpus: Mapping[str, int] | None = None
+        self.to_come: dict[str, Gpu] = {}
 
     def all(self) -> list[Candidate]:
         """Return all candidates."""
@@ -74,7 +77,7 @@ class Candidates:
         plans: list[Candidate] = []
         with self._faults_noted():
             anew = self._planned_anew(self._elastic(types))
-            self.needed_gpus, limits = _used_gpus(anew), self.running.limits
+            self.needed_gpus, limits = gpus_used(anew), self.running.limits
             if any(count > limits.get(kind, count) for kind, count in self.needed_gpus.items()):
                 anew, self.needed_gpus = None, self._needed_beside_running(types)
         is_enough = self.needed_gpus is not None and all(
@@ -96,6 +99,7 @@ class Candidates:
                 plans.append(Candidate("kept", running))
                 for how, plan in self.incremental(running):
                     plans.append(Candidate(how, self.completed(plan)))
+                plans.extend(self._swapped(running))
         return plans
 
     def incremental(self, running: Plan) -> Iterator[Candidate]:
@@ -239,13 +243,13 @@ class Candidates:
         new = self._beside(running, self._bought(missing, types))
         if not new and unused and unused != types:
             new = self._beside(running, self._bought(missing, unused))
-        if not new:
-            return None
-        used |= {gpulet.gpu for gpulet in new}
+        return self._with_more(running, new) if new else None
+
+    def _with_more(self, running: Plan, new: Iterable[Gpulet]) -> Plan:
+        plan = with_gpulets(running, [*running.gpulets, *new])
+        used = {*plan.used_gpus}
         gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus if not self.running.growth or gpu.id in used)
-        return self._with_larger_batches(
-            with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
-        )
+        return self._with_larger_batches(plan.model_copy(update={"gpus": gpus}))
 
     def _beside(self, running: Plan, more: Plan) -> list[Gpulet]:
         """Return gpu-lets of another plan on the present GPUs, as far as they fit beside those of the running plan."""
@@ -287,9 +291,9 @@ class Candidates:
         """Return the GPUs that would carry everything, by type, when what runs stays: those in use, and for what is
         missing more of the types of which there are more. Without such types, as many as are missing of all."""
         running, limits = for_workload(self.running.plan, self.workload), self.running.limits
-        missing, used = self.missing(running), _used_gpus(running)
+        missing, used = self.missing(running), gpus_used(running)
         more = [kind for kind in types if kind not in limits or limits[kind] > used[kind]] or types
-        return used + _used_gpus(self._bought(missing, more)) if missing else used
+        return used + gpus_used(self._bought(missing, more)) if missing else used
 
     def trimmed(self, running: Plan) -> Plan | None:
         """Return the running plan without what it does not need, None when it needs everything: whole GPUs go first,
@@ -302,13 +306,60 @@ class Candidates:
     def _on_fewer_nodes(self, running: Plan) -> Iterator[Candidate]:
         """Yield the running plan without each node that could be given back, the emptiest first: what lies there moves
         to other nodes, and the rest stays."""
-        used = _used_gpus(running)
+        used = gpus_used(running)
         held = Counter(node_of(gpu) for gpulet in running.gpulets for gpu in gpulet.gpus)
         whole = {node_of(gpu.id) for gpu in self.gpus if gpu.whole_type in self.running.by_node}
         for node in sorted(whole & held.keys(), key=lambda node: (held[node], node))[:_MOST_EMPTIED]:
             left = tuple(gpu for gpu in self.gpus if node_of(gpu.id) != node)
             if used <= Counter(gpu.whole_type for gpu in left):
                 yield Candidate(f"emptying {node}", self._matched(running, left))
+
+    def _swapped(self, running: Plan) -> Iterator[Candidate]:
+        """Yield the running plan without the emptiest of its GPUs of each type that is not the cheapest, the dearest
+        first. What lay there lies on cheaper GPUs, present or to come, and all else stays."""
+        growth, present = set(self.running.growth) - self.running.by_node, (gpu.type for gpu in self.gpus)
+        prices = self._elastic(dict.fromkeys([*self.running.growth, *present])).prices if growth else {}
+        held = {gpu: sum(g.effective_share_pct for g in on) for gpu, on in running.by_gpu().items() if on}
+        whole = [gpu for gpu in self.gpus if gpu.id in held and gpu.instance is None and growth]
+        emptiest = {gpu.type: gpu for gpu in sorted(whole, key=lambda gpu: (-held[gpu.id], gpu.id))}
+        for gpu in sorted(emptiest.values(), key=lambda gpu: -prices[gpu.type]):
+            cheaper = {kind: price for kind, price in prices.items() if kind in growth and price < prices[gpu.type]}
+            swapped = self._without_gpu(running, gpu, cheaper, prices[gpu.type])
+            if swapped is not None:
+                yield Candidate("swapped", swapped)
+
+    def _without_gpu(self, running: Plan, gpu: Gpu, prices: Mapping[str, float], below: float) -> Plan | None:
+        """Return the running plan without a GPU, and beside it the policy's plan for what is then missing, on GPUs of
+        these types; None where they cost as much, or a model would lack more than before."""
+        lacks, limits = self.missing(running), self.running.limits
+        plan = with_gpulets(running, [gpulet for gpulet in running.gpulets if gpu.id not in gpulet.gpus])
+        source = Candidates(self._task.on(Cluster.of(other for other in self.gpus if other != gpu)))
+        used, price, lacking = gpus_used(plan), 0.0, math.inf
+        while price < below:
+            missing = self.missing(plan)
+            if all(part <= lacks.get(name, 0.0) + SLIGHT for name, part in missing.items()):
+                return source.completed(plan)
+            kinds = [kind for kind in prices if gpus_used(plan)[kind] < limits.get(kind, math.inf)]
+            if not kinds or sum(missing.values()) >= lacking:
+                return None
+            more, lacking = self._bought(missing, kinds), sum(missing.values())
+            source = source._with_gpus(gpus_used(more))
+            self.to_come |= source.to_come
+            plan = source._with_more(plan, source._beside(plan, more))
+            price = sum(prices[kind] * count for kind, count in (gpus_used(plan) - used).items())
+        return None
+
+    def _with_gpus(self, counts: Mapping[str, int]) -> Candidates:
+        """Return candidates on so many more GPUs of each type, as far as there are any."""
+        present, limits, one = Counter(gpu.type for gpu in self.gpus), self.running.limits, self._elastic(counts)
+        new = [
+            one.one_of_each[kind].model_copy(update={"id": f"{kind} to come/{place}", "uuid": None})
+            for kind, count in counts.items()
+            for place in range(present[kind], int(min(present[kind] + count, limits.get(kind, math.inf))))
+        ]
+        more = Candidates(self._task.on(Cluster.of((*self.gpus, *new))))
+        more.to_come = self.to_come | {gpu.id: gpu for gpu in new}
+        return more
 
     def _needed(self, plan: Plan) -> Sequence[Gpulet]:
         """Return the gpu-lets that a plan needs."""
@@ -375,7 +426,7 @@ class Candidates:
         return with_the_rest(plan.model_copy(update={"gpulets": tuple(gpulets)}), workload)
 
 
-def _used_gpus(plan: Plan) -> Counter[str]:
+def gpus_used(plan: Plan) -> Counter[str]:
     """Return how many GPUs of each type hold something."""
     type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in plan.gpus}
     return Counter(type_of[device] for device in plan.devices(plan.used_gpus))

@@ -18,6 +18,7 @@ from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.plan import Plan
+from tenuto.placement.plan_edits import on_gpus
 from tenuto.placement.planner.change_stages import made_anew, stages
 from tenuto.placement.planner.task import CHANCE, RunningPlan
 
@@ -85,12 +86,14 @@ class ChangeWorth:
 class ChangeScale:
     """Weighs changes from one running plan, whose figures are computed once."""
 
-    def __init__(self, running: RunningPlan, gpus: Sequence[Gpu], rent: Rent) -> None:
+    def __init__(self, running: RunningPlan, gpus: Sequence[Gpu], rent: Rent, to_come: Collection[Gpu] = ()) -> None:
         """Take what runs, on which terms it may change, and what GPUs cost. A plan that promises a model a smaller part
-        of its requests than `attainment` carries less of the model."""
+        of its requests than `attainment` carries less of the model. GPUs `to_come` are paid beside the running plan
+        until the last of them is there."""
         if running.terms is None:
             raise ValueError("Nothing says what a change of the running plan may cost.")
-        self._running, self._terms, self._gpus, self._rent = running, running.terms, gpus, rent
+        self._running, self._terms, self._rent = running, running.terms, rent
+        self._gpus, self._to_come = (*gpus, *to_come), to_come
         self._expected = Traffic(running.terms.expected_rps)
         self._outlooks = Outlooks(running.slowdowns)
         self._carried_now = self._carried(running.plan, running.traffic), self._carried(running.plan, self._expected)
@@ -119,7 +122,9 @@ class ChangeScale:
         if not gains and rent_after >= rent_before:  # whatever the change costs
             why = f"the new plan carries no more and needs {rent_after:.2f} GPUs, the running one {rent_before:.2f}"
             return ChangeWorth(False, why, needs_after)
-        seconds = lost = spent = 0.0
+        seconds = lost = 0.0
+        waiting = self._rent.of(on_gpus(target, self._to_come)) if self._to_come else 0.0
+        spent = waiting * terms.come_s if waiting else 0.0
         way = stages(running, target, self._gpus, terms.expected_rps)
         for stage in way:
             lasts_s = stage.lasts_s(terms.durations)

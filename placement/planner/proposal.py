@@ -12,7 +12,7 @@ from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan
 from tenuto.placement.plan_edits import drained, for_workload, on_gpus
-from tenuto.placement.planner.candidates import Candidate, Candidates
+from tenuto.placement.planner.candidates import Candidate, Candidates, gpus_used
 from tenuto.placement.planner.change_cost import ChangeScale, ChangeWorth, Rent
 from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.planner.standby import Standby, standbys, twins
@@ -72,7 +72,11 @@ def _best(task: PlanTask) -> Proposal:
         why = "; ".join(candidates.faults) or "no other plan was found"
         return Proposal(None, "", ChangeWorth(False, why), candidates.needed_gpus)
     judge = _WorthOfChange(candidates)
-    _, best = min(map(judge.judged, plans), key=itemgetter(0))
+    ranked = sorted(((*judge.judged(candidate), candidate.plan) for candidate in plans), key=itemgetter(0))
+    present = (each for each in ranked if candidates.to_come.keys().isdisjoint(each[2].used_gpus))
+    (rank, first, plan), (rank_here, best, _) = ranked[0], next(present)
+    if first.worth.pays and rank.price < (min(0.0, rank_here.price) if best.worth.pays else 0.0):
+        candidates.needed_gpus = gpus_used(plan)  # it saves more than what can be had now
     if best.worth.pays and best.plan is not None:
         best = replace(best, plan=candidates.with_promises(best.plan))
     elif why := _why_declared_otherwise(candidates):
@@ -87,9 +91,11 @@ class _WorthOfChange:
     """Judges candidates by what the change to them is worth."""
 
     def __init__(self, candidates: Candidates) -> None:
-        gpus, running = candidates.gpus, candidates.running
+        to_come, running = tuple(candidates.to_come.values()), candidates.running
+        gpus = (*candidates.gpus, *to_come)
+        rent = Rent.on(gpus, by_gpu=bool(running.growth), by_node=running.by_node)
         self._candidates = candidates
-        self._scale = ChangeScale(running, gpus, Rent.on(gpus, by_gpu=bool(running.growth), by_node=running.by_node))
+        self._scale = ChangeScale(running, candidates.gpus, rent, to_come)
 
     def judged(self, candidate: Candidate) -> tuple[PlanRank, Proposal]:
         """Return the rank of a candidate, and the candidate made for the traffic."""

@@ -34,13 +34,15 @@ CHANCE = 3.0  # derived: a steady rate is so many standard deviations off in 0.3
 class ChangeTerms:
     """On which terms another plan may take the running one's place: it serves `expected_rps` for the rest of
     `horizon_s`, and gains more than the change costs, by the part `hysteresis`. These rates are averages with the time
-    constant `average_s`: requests taken from one model and given to another are no gain where chance explains it."""
+    constant `average_s`: requests taken from one model and given to another are no gain where chance explains it.
+    GPUs that are asked for come after `come_s`."""
 
     expected_rps: Mapping[str, float]
     durations: Durations
     horizon_s: float
     hysteresis: float
     average_s: float = math.inf
+    come_s: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,20 @@ def test_what_was_asked_is_missing_until_it_comes() -> None:
     assert not asked.missing
 
 
+def test_how_long_gpus_take_to_come_is_learnt_from_those_that_came() -> None:
+    asked = requests()
+    assert asked.come_s == 100.0  # none has come: as late as they may
+    for _ in range(20):
+        asked.update_totals(0.0, {"v100": 1}, {"v100": 0})
+        asked.give_up_late(20.0, {"v100": 0})
+        asked.update_totals(30.0, {"v100": 2}, {"v100": 0})
+        asked.update_totals(40.0, {"v100": 1}, {"v100": 0})
+        asked.give_up_late(70.0, {"v100": 1})
+        asked.update_totals(80.0, {}, {"v100": 1})
+        asked.give_up_late(90.0, {"v100": 0})
+    assert asked.come_s == pytest.approx(40.0, abs=1.0)  # since the last of them was asked for
+
+
 def test_a_type_that_never_comes_is_given_up_longer_each_time() -> None:
     asked, now_s, until_s = requests(), 0.0, []
     for _ in range(3):

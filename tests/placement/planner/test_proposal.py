@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +19,7 @@ from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.planner import PlanRequest, PlanTask, RunningPlan, propose
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import CUTTING_S, not_ready
-from tenuto.profiles import Profiles
+from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.generating import PROFILES, ByForm, cluster, writes
 from tests.instruments.plans import gpu, make_plan, request
@@ -179,3 +182,80 @@ def test_an_idle_gpu_is_cut_where_others_are_saved_and_nothing_is_lost_on_the_wa
     assert found.worth.lost_requests == 0.0
     assert found.plan is not None
     assert found.plan.expected.gpus_used == 1
+
+
+# --- GPUs that are not there yet ------------------------------------------------------------------------------------
+
+FAST = load_shipped("symphony-1080ti")
+SLOWER = {name: model.scaled(1.5) for name, model in FAST.models.items()}
+TYPES = Profiles([load_shipped("symphony-a100"), Profile(name="slower", gpu_type="t4", source="-", models=SLOWER)])
+PRICES = {"a100": 3.67, "t4": 0.35}
+
+
+def beside_an_a100(seed: int) -> Plan:
+    """Return a plan of six models, some of which lie on an A100 alone and the others on T4s."""
+    rng = random.Random(seed)
+    lines = {name: model.line for name, model in FAST.models.items() if model.line is not None}
+    rows = sorted(lines, key=lambda name: -lines[name].alpha_ms)[:20]
+    models = tuple(
+        ModelSpec(name=name, rate_rps=rng.uniform(5.0, 30.0), slo_ms=FAST.models[name].coefficients["slo_ms"])
+        for name in rng.sample(rows, 6)
+    )
+    first = rng.randint(1, 3)
+    clusters = (Cluster.parse("a100:1"), Cluster.parse("t4:12"))
+    parts = [
+        solve(load_policy("gpulet"), Workload(models=some), cluster, TYPES)
+        for some, cluster in zip((models[:first], models[first:]), clusters, strict=True)
+    ]
+    gpus, gpulets = [], []
+    for plan in parts:
+        for place in (place for place in plan.gpus if plan.on_gpu(place.id)):
+            name = f"{place.type}-{place.id}"
+            gpus.append(place.model_copy(update={"id": name}))
+            gpulets += [g.model_copy(update={"id": f"{place.type}-{g.id}", "gpu": name}) for g in plan.on_gpu(place.id)]
+    update = {"gpus": tuple(gpus), "gpulets": tuple(gpulets), "models": models, "unserved": (), "unserved_reasons": {}}
+    return parts[1].model_copy(update=update)
+
+
+def settled(plan: Plan, come_s: float = 120.0, **more: Any) -> tuple[Mapping[str, int], Plan]:
+    """Return what a plan is on, and the plan, once GPUs that are needed have come as often as any were, and those that
+    were neither used nor needed have gone."""
+    there = [gpu(place.id, kind=place.type) for place in plan.gpus]
+    workload, traffic = plan.workload, Traffic({spec.name: spec.rate_rps for spec in plan.models})
+    terms: dict[str, Any] = {"growth": ("t4", "a100"), "prices": PRICES} | more
+    for bought in range(6):
+        priced = tuple(g.model_copy(update={"price_per_hour": PRICES[g.type]}) for g in there)
+        runs = running_plan(plan, traffic, **terms)
+        assert runs.terms is not None
+        runs = replace(runs, terms=replace(runs.terms, come_s=come_s))
+        found = propose(PlanRequest(workload, priced, plan.policy, runs), TYPES)
+        assert found.needed_gpus is not None
+        if found.plan is not None and found.worth.pays:
+            assert {*found.plan.used_gpus} <= {g.id for g in there}
+            plan = found.plan
+        present = Counter(g.type for g in there)
+        used, needed = {*plan.used_gpus}, found.needed_gpus
+        for kind in PRICES:
+            missing = needed.get(kind, 0) - present[kind]
+            new = [gpu(f"{kind}-new{bought}/{place}", kind=kind) for place in range(missing)]
+            idle = [g for g in there if g.type == kind and g.id not in used]
+            gone = idle[: max(0, -missing)]
+            there = [*(g for g in there if g not in gone), *new]
+    return Counter(place.type for place in plan.gpus if plan.on_gpu(place.id)), plan
+
+
+@pytest.mark.parametrize("seed", [1, 6, 10])
+def test_a_dear_gpu_gives_way_to_cheaper_ones_that_have_to_come_first(seed: int) -> None:
+    """A plan anew would lose requests on its way, so that only what lies on the dear GPU can move."""
+    plan = beside_an_a100(seed)
+    used, after = settled(plan)
+    assert used["a100"] == 0
+    assert used["t4"] * PRICES["t4"] < PRICES["a100"] + PRICES["t4"] * (len(plan.used_gpus) - 1)
+    rates = Traffic({spec.name: spec.rate_rps for spec in plan.models})
+    before, now = (Outlooks().promised(each, rates)[0] for each in (plan, after))
+    assert all(now[name] > min(0.99, before.get(name, 0.0)) - 0.01 for name in now)
+
+
+@pytest.mark.parametrize("more", [{"come_s": 3600.0}, {"by_node": frozenset({"t4"})}, {"limits": {"t4": 6, "a100": 1}}])
+def test_a_dear_gpu_stays_where_others_come_too_late_whole_nodes_or_none(more: dict[str, Any]) -> None:
+    assert settled(beside_an_a100(1), **more)[0]["a100"] == 1
