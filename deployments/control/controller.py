@@ -396,10 +396,11 @@ class Controller:
 
         When models lose requests since the last change that did not before, and the previous plan would have theirs in
         time, the change is taken back. A change that drains a place is not: whoever asked for it was told what it
-        loses.
+        loses. Nor is one that left a node which ends: its gpu-lets would start there for seconds.
         """
-        under_way, last = self.change, self._change_state.proving
-        if under_way is None and last is not None and set(last.target.drained) <= set(last.origin.drained):
+        under_way, last, leaving = self.change, self._change_state.proving, self._change_state.leaving
+        drains = last is not None and not set(last.target.drained) <= set(last.origin.drained)
+        if under_way is None and last is not None and not drains and leaving.isdisjoint(last.origin.used_gpus):
             new = [name for name in news.losing if name not in last.suffered]
             if new and not self._short(last.origin).keys() & set(new):
                 parts = listed(self._estimates.attainment.lost_part(new), "{:.1%}")

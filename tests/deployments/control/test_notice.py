@@ -59,6 +59,19 @@ def test_without_room_only_what_is_served_elsewhere_ends_before_the_node() -> No
     assert used(alone) == {"n5/0"}
 
 
+def test_nothing_goes_back_to_a_node_that_ends_though_less_is_served_without_it() -> None:
+    desk = PlanningDesk(BOTH, [gpu("n0/0"), gpu("n1/0")], {"when": {"underused": None}})
+    desk.rates["a"] = 1100.0
+    desk.look(30)
+    desk.leaving = {"n0/0": desk.now_s + 30.0}
+    desk.look(5)
+    assert used(desk) == {"n1/0"}
+    desk.lost["a"] = 0.5
+    desk.look(20)
+    assert used(desk) == {"n1/0"}
+    assert "roll back" not in desk.kinds()
+
+
 def test_what_stays_is_not_moved_to_another_type_of_gpu() -> None:
     gpus = (BOTH.gpus[0], BOTH.gpus[1].model_copy(update={"type": "t4"}))
     plan = make_plan({"n0/0/a": (100.0, ["a"]), "n1/0/a": (100.0, ["b"])}).model_copy(update={"gpus": gpus})
