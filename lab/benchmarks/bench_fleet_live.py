@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,8 +167,12 @@ def main() -> None:
         play(fleet, program, arguments.events, arguments.seed, arguments.seconds)
 
 
-def play(fleet: Fleet, program: str, events: Sequence[str], seed: int, around_s: float) -> None:
-    """Bring up a fleet, and let each event happen under load."""
+def play(
+    fleet: Fleet, program: str, events: Sequence[str], seed: int, around_s: float
+) -> dict[str, tuple[Counter[str], int]]:
+    """Bring up a fleet, and let each event happen under load. Return by event what came back, and the exit code of
+    `tenuto fleet check` after it."""
+    results: dict[str, tuple[Counter[str], int]] = {}
     fleet.plan(60.0)
     for cell, plan in fleet.changes().items():
         fleet.serve(cell, plan)
@@ -184,6 +189,7 @@ def play(fleet: Fleet, program: str, events: Sequence[str], seed: int, around_s:
             time.sleep(around_s)
         counts = load.counts()
         print(f"# {what}: {sum(counts.values())} requests: {shown(counts)}", flush=True)
+        results[what] = counts, -1
 
     if "upgraded" in events:
         with under_load("upgraded"):
@@ -193,6 +199,7 @@ def play(fleet: Fleet, program: str, events: Sequence[str], seed: int, around_s:
                 fleet.run(f"deploy {plan} --yes", cell)
                 fleet.run("fleet check step")
             fleet.give_weights(program)
+        results["upgraded"] = results["upgraded"][0], fleet.run("fleet check step")
         fleet.run("fleet observe -o fleet.yaml")
     if "drained" in events:
         with under_load("drained"):
@@ -201,7 +208,7 @@ def play(fleet: Fleet, program: str, events: Sequence[str], seed: int, around_s:
             time.sleep(2.0)
             fleet.processes["east"].send_signal(signal.SIGTERM)
             fleet.processes.pop("east").wait()
-        fleet.run("fleet check step")
+        results["drained"] = results["drained"][0], fleet.run("fleet check step")
         fleet.serve("east", "east.plan.json")
         until(lambda: fleet.is_ready("east"))
         fleet.run("fleet observe -o fleet.yaml")
@@ -211,7 +218,8 @@ def play(fleet: Fleet, program: str, events: Sequence[str], seed: int, around_s:
         with under_load("killed"):
             fleet.kill("west")
         fleet.run("fleet observe -o fleet.yaml")
-        fleet.run("fleet check step")
+        results["killed"] = results["killed"][0], fleet.run("fleet check step")
+    return results
 
 
 if __name__ == "__main__":
