@@ -244,8 +244,9 @@ class Gpulet(StrictModel):
 
         It is None if the memory of a program is not known.
         """
-        known = [(p.memory_mib, p.weights_mib) for p in self.programs if p.memory_mib is not None]
-        return held_mib(known) if len(known) == len(self.programs) else None
+        programs = self.programs
+        known = [(p.memory_mib, p.weights_mib) for p in programs if p.memory_mib is not None]
+        return held_mib(known) if len(known) == len(programs) else None
 
     @property
     def effective_share_pct(self) -> float:

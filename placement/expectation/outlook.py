@@ -281,7 +281,8 @@ def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
     of some neighbour takes; empty when there are none."""
     slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
     is_short: dict[str, bool] = {}
-    for gpulet, sizes in zip(plan.gpulets, outlook.batches, strict=True):
+    alike = {id(sizes): (gpulet, sizes) for gpulet, sizes in zip(plan.gpulets, outlook.batches, strict=True)}
+    for gpulet, sizes in alike.values():
         timed = [(program, program.latency) for program in gpulet.programs if program.latency is not None]
         batch_ms = {p.name: p.slowdown * latency.at(sizes[p.name]) for p, latency in timed if p.name in sizes}
         for program, latency in timed:

@@ -19,9 +19,8 @@ from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, Shares, Sp
 from tenuto.placement.placement_constraints import names_of
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
-from tenuto.placement.plan_edits import drained, for_workload
+from tenuto.placement.plan_edits import drained
 from tenuto.placement.planner import PlanTask, RunningPlan, make_plan
-from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.policy import load_policy
 from tenuto.placement.workload import ModelSpec, Workload, lacking
 from tenuto.profiles import Profiles
@@ -231,26 +230,19 @@ def _plan_cell(job: _Job, task: FleetTask) -> tuple[Plan | None, Plan | None]:
         if before is None or not before.gpulets or not job.workload.models:
             plan = _on_fewest(question, job.used)
         else:
-            plan = _successor(question, before, job.used)
+            plan = make_plan(replace(question, running=_runs(before, job.workload, len(cluster.gpus))))
         return before, drained(plan, job.cell.cluster, places) if places else plan
     except InvalidInputError as error:
         raise InvalidInputError([f"cell {job.cell.name}: {line}" for line in str(error).splitlines()]) from error
 
 
-def _successor(task: PlanTask, before: Plan, used: Mapping[Kind, float]) -> Plan:
-    """Return the plan near the one that runs. What it no longer needs ends only where the whole load fell below the
-    band; a plan that still serves all is taken as it is, because none changes less."""
-    models = task.workload.models
-    task = replace(task, running=RunningPlan(before, Traffic.declared(models)))
-    if sum(spec.rate_rps for spec in models) < sum(spec.rate_rps for spec in before.models) / HEADROOM:
-        return make_plan(task)
-    candidates = Candidates(task)
-    if not task.workload.applications:
-        unchanged = candidates.completed(for_workload(before, task.workload))
-        if not unchanged.unserved_reasons:
-            return unchanged
-    most = len(task.cluster.gpus) * len(models)
-    return _on_fewest(replace(task, running=replace(task.replaced, most_changes=most, promises="larger")), used)
+def _runs(before: Plan, workload: Workload, gpus: int) -> RunningPlan:
+    """Return what runs, and what takes its place. What is no longer needed ends only where the whole load fell below
+    the band."""
+    runs = RunningPlan(before, Traffic.declared(workload.models))
+    if workload.rate_rps < before.workload.rate_rps / HEADROOM:
+        return runs
+    return replace(runs, most_changes=gpus * len(workload.models), promises="larger")
 
 
 def _is_in_band(plan: Plan, workload: Workload) -> bool:
@@ -277,14 +269,12 @@ def _as_planned(app: Application, planned: Application | None) -> Application:
 
 
 def _on_fewest(task: PlanTask, used: Mapping[Kind, float]) -> Plan:
-    """Return a plan on about as few GPUs of a cell as serve all as asked: first on those that a fluid takes, or that
-    the running plan uses, then on more and more."""
+    """Return a plan on about as few GPUs of a cell as serve all as asked: first on those that a fluid takes, then on
+    more and more."""
     prices, by_kind = task.cluster.prices, defaultdict[Kind, list[str]](list)
-    runs = () if task.running is None else {*task.running.plan.used_gpus}
-    for gpu in sorted(task.cluster.gpus, key=lambda gpu: gpu.id not in runs):
+    for gpu in task.cluster.gpus:
         by_kind[kind_of(gpu, prices)].append(gpu.id)
-    least = {kind: sum(gpu in runs for gpu in ids) for kind, ids in by_kind.items()}
-    counts = {k: min(len(ids), max(least[k], math.ceil(used.get(k, 0.0) - 1e-6))) for k, ids in by_kind.items()}
+    counts = {k: min(len(ids), max(0, math.ceil(used.get(k, 0.0) - 1e-6))) for k, ids in by_kind.items()}
     for number in range(_TRIES + 1):
         if number == _TRIES:
             counts = {kind: len(ids) for kind, ids in by_kind.items()}

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node, node_of
-from tenuto.placement.components import connected_components
+from tenuto.placement.components import connected_components, members_of
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.generation_capacity import in_proportion
 from tenuto.placement.placement_constraints import ANYWHERE, asks, bearable, may_lie, prefers
@@ -446,12 +446,11 @@ def _pooled_rps(plan: Plan, traffic: Traffic) -> dict[str, float]:
 
 def _independent_parts(plan: Plan) -> Iterator[Plan]:
     """Yield the parts of a plan that share neither models nor GPUs; they can be judged one by one."""
-    held = [(g, [*((gpu,) for gpu in g.gpus), *(replica.name for replica in g.models)]) for g in plan.gpulets]
-    together = connected_components(members for _, members in held)
+    together = connected_components(map(members_of, plan.gpulets))
     part_of = {member: index for index, each in enumerate(together) for member in each}
     gpulets: dict[int, list[Gpulet]] = defaultdict(list)
-    for gpulet, members in held:
-        gpulets[part_of[members[0]]].append(gpulet)
+    for gpulet in plan.gpulets:
+        gpulets[part_of[gpulet.gpu,]].append(gpulet)
     for index, own in gpulets.items():
         models = tuple(spec for spec in plan.models if spec.name in together[index])
         yield plan.model_copy(update={"gpulets": tuple(own), "models": models})

@@ -3,13 +3,14 @@ policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.components import connected_with
 from tenuto.placement.costs import costs_of
-from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, expected_of
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, alike_key, expected_of
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.plan import Believed, ExpectedModel, Plan, PlannedGpu
 from tenuto.placement.plan_edits import for_workload, on_gpus
@@ -26,6 +27,15 @@ from tenuto.placement.policies.shared.gpu_pool import GpuPool
 def changes_of(old: Plan, plan: Plan) -> int:
     """Return how many gpu-lets start, or load a model, in going from one plan to another."""
     return len(not_ready(old, renamed(plan, old)))
+
+
+def plan_from_what_runs(task: PlanTask) -> Plan | None:
+    """Return what runs, with the replicas that it lacks, where that promises all that can be asked for: the policy need
+    not plan. None: it does not, or only the policy's plan from nothing can tell, as on an elastic cluster, of
+    applications, and where that plan is the measure."""
+    if task.replaced.promises == "anew" or task.cluster.elastic or task.workload.applications:
+        return None
+    return _MinimalChange(task, None).from_what_runs()
 
 
 def plan_with_fewest_changes(task: PlanTask, anew: Plan) -> Plan:
@@ -50,10 +60,11 @@ def plan_with_fewest_changes(task: PlanTask, anew: Plan) -> Plan:
 class _MinimalChange:
     """Finishes candidates near a running plan, and judges them by what they lack and change."""
 
-    def __init__(self, task: PlanTask, anew: Plan) -> None:
+    def __init__(self, task: PlanTask, anew: Plan | None) -> None:
         running, cluster = task.replaced, task.cluster
-        old, at_most, gpus = running.plan, running.most_changes, _gpus(running.plan, anew, cluster)
-        rates_rps = {spec.name: spec.rate_rps for spec in task.workload.models}
+        old, at_most = running.plan, running.most_changes
+        gpus = cluster.gpus if anew is None else _gpus(old, anew, cluster)
+        rates_rps: Mapping[str, float] = {spec.name: spec.rate_rps for spec in task.workload.models}
         types = {gpu.id: gpu.type for gpu in gpus}
         held = on_gpus(old, (gpu for gpu in old.gpus if types.get(gpu.id) == gpu.type))
         used = set(held.used_gpus)
@@ -61,24 +72,37 @@ class _MinimalChange:
         restricted = for_workload(held, task.workload)
         self._kept = restricted.model_copy(update={"gpus": listed, "notes": (), "believed": None})
         self._old, self._held = old, held
-        self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
+        self._made_anew: Plan | None = None
+        if anew is not None:
+            self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
         self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, running.promises == "anew"
         self._most_replicas = len(gpus) * len(rates_rps) if at_most is None else at_most
         # Formulas judge what is added, so the target is what formulas give for the fresh plan. What plans promise,
         # which trials may decide, chooses among the candidates.
-        by_formulas, by_promise = formula_rps(anew), _promised_rps(anew)
+        by_formulas, by_promise = (rates_rps, rates_rps) if anew is None else (formula_rps(anew), _promised_rps(anew))
         if running.promises != "anew":
             running_rps, fresh_rps = formula_rps(old), by_formulas if running.promises == "larger" else {}
             by_formulas = by_promise = {n: max(running_rps.get(n, 0.0), fresh_rps.get(n, 0.0)) for n in rates_rps}
-        self._parts = {name: min(IN_FULL, by_formulas.get(name, 0.0) / rate) for name, rate in rates_rps.items()}
+        # Where the policy may plan after all, nothing less than a full promise stands for its plan.
+        full = task.attainment if anew is None and running.promises == "larger" else IN_FULL
+        self._parts = {name: min(full, by_formulas.get(name, 0.0) / rate) for name, rate in rates_rps.items()}
         self._least_rps = {
-            name: (min(IN_FULL, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
+            name: (min(full, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
         }
         growth = tuple(dict.fromkeys(types.values())) if cluster.elastic else ()
         self._losses, self._trial = task.trial, task.trial if task.policy.abilities.tries_plans else None
         runs = replace(running, plan=self._kept, growth=growth)
         self._task = replace(task, trial=None, running=runs)
         self._source = Candidates(self._task.on(Cluster.of(gpus)))
+
+    def from_what_runs(self) -> Plan | None:
+        """Return what runs, else what runs with more replicas, with the note; None where that lacks anything."""
+        for plan in self._with_what_runs():
+            rank = self._rank(plan)
+            is_allowed = self._at_most is None or changes_of(self._old, plan) <= self._at_most
+            if is_allowed and not rank.lacking_rps and not rank.unmet_wishes:
+                return self._settled(plan)
+        return None
 
     def best(self) -> Plan:
         """Return the best plan, with the note."""
@@ -91,17 +115,26 @@ class _MinimalChange:
         best = min(allowed, key=self._rank)
         if self._ends_what_idles and (smaller := self._source.trimmed(best)) is not None:
             best = min([best, *self._finished(smaller)], key=self._rank)
+        return self._settled(best)
+
+    def _settled(self, best: Plan) -> Plan:
+        """Return a plan without needless changes, with what survives losses and with the note."""
         best = min([best, *self._spared(best)], key=self._rank)
         if self._losses is not None and any(spec.survive for spec in self._task.workload.models):
             left = self._most_replicas - changes_of(self._old, best)
             best = next(self._finished(best, left, self._losses), best)
-        note = f"near what runs: {self._described(best)}; made anew: {self._described(self._made_anew)}"
+        anew = "not needed" if self._made_anew is None else self._described(self._made_anew)
+        note = f"near what runs: {self._described(best)}; made anew: {anew}"
         return best.model_copy(update={"notes": (*best.notes, note)})
 
-    def _candidates(self) -> Iterator[Plan]:
+    def _with_what_runs(self) -> Iterator[Plan]:
         yield from self._finished(self._kept)
         yield from self._finished(self._kept, self._most_replicas)
-        yield self._made_anew
+
+    def _candidates(self) -> Iterator[Plan]:
+        yield from self._with_what_runs()
+        if self._made_anew is not None:
+            yield self._made_anew
         if self._at_most is None:
             for candidate in self._source.incremental(self._kept):
                 yield from self._finished(candidate.plan)
@@ -143,23 +176,35 @@ class _MinimalChange:
 
     def _spared(self, plan: Plan) -> Iterator[Plan]:
         """Yield a plan without needless changes, with latencies beside the new neighbours; nothing when all count."""
+        if not (changed := sorted(not_ready(self._old, plan))):
+            return
         workload, cluster, profiles = self._task.workload, self._task.cluster, self._task.profiles
         streaming = cluster.streams if workload.streaming is None else workload.streaming
         sharing, outlooks = Sharing(costs_of(workload, cluster, profiles), profiles, streaming), Outlooks()
         before = {gpulet.id: gpulet for gpulet in self._kept.gpulets}
         promised = outlooks.promised(plan)[0]
         least = {name: min(part, self._parts.get(name, 0.0)) - SLIGHT for name, part in promised.items()}
-        less, gpus = plan, {gpulet.id: {*gpulet.gpus} for gpulet in plan.gpulets}
-        for name in sorted(not_ready(self._old, plan)):
-            undone = (before.get(name) if gpulet.id == name else gpulet for gpulet in less.gpulets)
+        less, types, needed = plan, {gpu.id: gpu.type for gpu in plan.gpus}, set[object]()
+        for name in changed:
+            own = next(gpulet for gpulet in less.gpulets if gpulet.id == name)
+            undone = (before.get(name) if gpulet is own else gpulet for gpulet in less.gpulets)
             gpulets = {gpulet.id: gpulet for gpulet in undone if gpulet is not None}
-            beside = tuple(gpulet for gpulet in gpulets.values() if not gpus[name].isdisjoint(gpulet.gpus))
+            beside = tuple(gpulet for gpulet in gpulets.values() if not {*own.gpus}.isdisjoint(gpulet.gpus))
+            change = types[own.gpu], alike_key(own), tuple(map(alike_key, beside))
+            if change in needed:  # as much is lost without this one as without the one before
+                continue
             completed = sharing.completed(less.model_copy(update={"gpulets": beside})).gpulets
             gpulets |= {gpulet.id: gpulet for gpulet in completed}
             other = less.model_copy(update={"gpulets": tuple(gpulets.values())})
-            parts = outlooks.promised(other)[0]
-            if all(parts.get(model, 0.0) >= part for model, part in least.items()):
-                less = other
+            # Under the objective `each`, what a model gets depends on all others.
+            changing = (own, *beside)
+            near = other.gpulets if plan.objective == "each" else connected_with(changing, other.gpulets)
+            parts = outlooks.promised(other.model_copy(update={"gpulets": near}))[0]
+            concerned = {replica.name for gpulet in (own, *near) for replica in gpulet.models} & least.keys()
+            if all(parts.get(model, 0.0) >= least[model] for model in concerned):
+                less, needed = other, set()
+            else:
+                needed.add(change)
         if less is not plan:
             yield from self._finished(less)
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.components import connected_components
+from tenuto.placement.components import connected_components, connected_with
 from tenuto.placement.costs import context_mib_of
-from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic
+from tenuto.placement.expectation.outlook import IN_FULL, Outlooks, Traffic, alike_key
 from tenuto.placement.expectation.sharing import Sharing
 from tenuto.placement.generation_capacity import (
     Carries,
@@ -330,15 +330,11 @@ class _ReplicaAdder:
                 short[name] = missing * spec.rate_rps
         return short
 
-    def _short_with(
-        self, place: _Place, plan: Plan, short: Mapping[str, float], together: Iterable[Collection[object]]
-    ) -> dict[str, float]:
-        """Return what `_short` does, while nothing is lost, of the plan with a place taken. `short` is that without it,
-        and `together` what was connected then: what the place does not connect serves what it did."""
-        joined = {(place.gpu.id,), *(replica.name for replica in place.gpulet.models)}
-        connected = joined.union(*(each for each in together if not joined.isdisjoint(each)))
-        beside = tuple(g for g in plan.gpulets if not connected.isdisjoint((gpu,) for gpu in g.gpus))
-        changed = plan.model_copy(update={"gpulets": beside})
+    def _short_with(self, place: _Place, plan: Plan, short: Mapping[str, float]) -> dict[str, float]:
+        """Return what `_short` does, while nothing is lost, of the plan with a place taken. `short` is that without it:
+        what the place does not connect serves what it did."""
+        changed = plan.model_copy(update={"gpulets": connected_with([place.gpulet], plan.gpulets)})
+        connected = {replica.name for gpulet in changed.gpulets for replica in gpulet.models}
         own = self._short(changed, replace(self._nothing, models=self._nothing.models & connected))
         return {name: missing for name, missing in short.items() if name not in connected} | own
 
@@ -366,16 +362,21 @@ class _ReplicaAdder:
         added = ((name, other) for name in names for other in self._to_add(domain, name, now.parts))
         places = ((name, place) for name, other in added for place in self._least_busy(domain, other, busy))
         is_whole = bool(domain.gpus) or self._plan.objective == "each"  # where all models are judged together
-        held = ((*((gpu,) for gpu in g.gpus), *(replica.name for replica in g.models)) for g in self._plan.gpulets)
-        together = connected_components(() if is_whole else held)
+        by_gpu, judged = self._plan.by_gpu(), set[object]()
         for name, place in places:
             if is_bought is not None and bool(place.price) != is_bought:
                 continue
+            others = by_gpu.get(place.gpu.id, ()) if place.beside is None else place.beside
+            beside = tuple(alike_key(gpulet) for gpulet in others if gpulet.id != place.gpulet.id)
+            alike = (name, place.gpu.type, place.price, alike_key(place.gpulet), beside)
+            if alike in judged:  # most of a hundred idle GPUs are one and the same place
+                continue
+            judged.add(alike)
             dear = place.price if self._below is not None else 0.0
             if best is not None and (dear / before, 0.0, *place.cost) > best[0]:
                 continue  # even if it made up for all
             plan = self._with(place)
-            left = self._short(plan, domain) if is_whole else self._short_with(place, plan, short, together)
+            left = self._short(plan, domain) if is_whole else self._short_with(place, plan, short)
             after = math.fsum(left.values())
             if after >= before - SLIGHT:
                 continue

@@ -15,7 +15,7 @@ from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.plan_edits import drained, with_the_rest
 from tenuto.placement.planner.fault_tolerance import Trial
 from tenuto.placement.planner.gpu_matching import gpus_of
-from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
+from tenuto.placement.planner.minimal_change import plan_from_what_runs, plan_with_fewest_changes
 from tenuto.placement.planner.mixed_workloads import plan_anew
 from tenuto.placement.planner.plan_order import PlanRank
 from tenuto.placement.planner.task import PlanTask, RunningPlan
@@ -36,8 +36,9 @@ def make_plan(task: PlanTask) -> Plan:
             than it may; it lists all problems.
     """
     if not task.workload.applications:
-        best = plan_anew(task)
-        return best if task.running is None else plan_with_fewest_changes(task, best)
+        if task.running is None:
+            return plan_anew(task)
+        return plan_from_what_runs(task) or plan_with_fewest_changes(task, plan_anew(task))
     splits = candidate_splits(task.workload, task.cluster, task.profiles)
     is_fixed_cost = all(spec.generates is None for spec in task.workload.models)
     if task.policy.abilities.splits_deadlines and is_fixed_cost:

@@ -53,7 +53,7 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     """Return what is wrong with plans near one that runs: more changes than allowed; a plan that breaks a rule; a note
     with other figures than are counted; less service than anew where that takes no more changes than are allowed; a
     change that is for nothing; of a policy that tries its plans, a promise that its trial does not keep."""
-    before, after, on, left, profiles = _scene(seed, policy)
+    before, after, on, left, profiles = changed_scene(seed, policy)
     loaded = load_policy(policy, options)
     old, anew = solve(loaded, before, on, profiles), solve(loaded, after, left, profiles)
     rates = {spec.name: spec.rate_rps for spec in after.models}
@@ -91,7 +91,7 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
     return found
 
 
-def _scene(seed: int, policy: str) -> tuple[Workload, Workload, Cluster, Cluster, Profiles]:
+def changed_scene(seed: int, policy: str) -> tuple[Workload, Workload, Cluster, Cluster, Profiles]:
     """Return a workload before and after a change, the cluster before and after, and the profiles."""
     profiles, networks = Profiles([load_shipped("thesis-v100")]), NETWORKS
     if policy == "igniter":  # whose coefficients only its own profile has

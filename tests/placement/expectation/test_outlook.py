@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Plan, Workload, load_policy, solve
+from tenuto.placement.components import connected_with
 from tenuto.placement.expectation.component import mean_of_capped
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
+from tenuto.placement.plan_edits import with_gpulets
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tests.instruments.near_plans import changed_scene
 from tests.instruments.plans import make_plan
 from tests.placement.published import VISION, equal_rates, thesis, v100s
 
@@ -270,3 +273,22 @@ def test_a_plan_says_which_models_cannot_wait_for_their_neighbours() -> None:
     assert "slow" not in said
     for patient in (plan_of(quick), plan_of(slow), plan_of(slow, ("patient", 20.0, 90.0, 0.258, 0.461))):
         assert not any("some requests are lost while" in line for line in expected_of(patient).assumptions)
+
+
+@pytest.mark.parametrize("policy", ["symphony", "gpulet", "usher"])
+def test_what_a_changed_gpulet_is_not_connected_with_promises_what_it_did(policy: str) -> None:
+    """Of random plans, each gpu-let in turn ends: what is connected with it promises what it does in the whole plan,
+    and everything else what it did before."""
+    for seed in range(4):
+        workload, _, cluster, _, profiles = changed_scene(seed, policy)
+        plan = solve(load_policy(policy), workload, cluster, profiles)
+        before = Outlooks().promised(plan)[0]
+        for gone in plan.gpulets:
+            left = with_gpulets(plan, [gpulet for gpulet in plan.gpulets if gpulet is not gone])
+            near = connected_with([gone], left.gpulets)
+            after, own = (Outlooks().promised(with_gpulets(plan, gpulets))[0] for gpulets in (left.gpulets, near))
+            others = {r.name for g in left.gpulets if g not in near for r in g.models}
+            assert own.keys() <= after.keys()
+            assert others.isdisjoint(own)
+            for name, part in after.items():
+                assert part == pytest.approx(before[name] if name in others else own[name], abs=1e-3), name

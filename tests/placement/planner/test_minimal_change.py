@@ -3,7 +3,7 @@ drained nodes hold nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +15,10 @@ from tenuto.placement.cluster import InstancePlace, node_of
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import without
 from tenuto.placement.plan_edits import drained
-from tenuto.placement.planner import PlanTask, RunningPlan, make_plan
+from tenuto.placement.planner import PlanTask, RunningPlan, make_plan, plan_without_places
 from tenuto.placement.planner.fault_tolerance import with_losses
-from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
+from tenuto.placement.planner.gpu_matching import match_to_running
+from tenuto.placement.planner.minimal_change import changes_of, plan_from_what_runs, plan_with_fewest_changes
 from tenuto.profiles import Profiles
 from tests.instruments.near_plans import POLICIES, judged
 
@@ -173,3 +174,42 @@ def test_instances_of_an_elastic_cluster_stay_what_they_are() -> None:
     _, plan = near("gpulet", old, workload({"a": (220.0, 80.0)}), on)
     assert all(isinstance(gpu.instance, InstancePlace) for gpu in plan.gpus)
     assert changes_of(old, plan) == 0
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(entries, changed, policies, st.sampled_from(["running", "larger"]))
+def test_the_policy_is_asked_only_where_what_runs_cannot_be_made_to_promise_all(
+    before: dict[str, tuple[float, float]],
+    changed: dict[str, tuple[float, float]] | None,
+    policy: str,
+    promises: Literal["running", "larger"],
+) -> None:
+    """What runs is extended first. Where that is enough, the plan promises all of every rate, or what runs promises,
+    in no more changes than the plan for which the policy was asked."""
+    asked, whole = workload(before if changed is None else changed), cluster()
+    old = planned(policy, workload(before), whole)
+    running = RunningPlan(old, Traffic.declared(asked.models), promises=promises)
+    task = PlanTask(load_policy(policy, OPTIONS[policy]), asked, whole, NOTHING, running=running)
+    plan, anew = plan_from_what_runs(task), planned(policy, asked, whole)
+    whole_way = plan_with_fewest_changes(task, anew)
+    if plan is None:
+        assert promises == "running" or changed is not None or old.unserved_reasons
+        return
+    assert plan == make_plan(task)
+    assert plan.notes[-1].endswith("; made anew: not needed")
+    assert changes_of(old, plan) <= changes_of(old, match_to_running(anew, old, whole.gpus, keep_idle=True))
+    least = served(old) if promises == "running" else {spec.name: spec.rate_rps for spec in asked.models}
+    for spec in asked.models:
+        rate = min(least.get(spec.name, 0.0), 0.99 * spec.rate_rps, served(whole_way).get(spec.name, 0.0))
+        assert served(plan).get(spec.name, 0.0) >= rate - 1e-3 * spec.rate_rps
+
+
+@given(entries, policies, st.sampled_from(["n0", "n1/0"]))
+def test_what_was_drained_comes_back_where_it_is_used_again(
+    asked: dict[str, tuple[float, float]], policy: str, place: str
+) -> None:
+    old = planned(policy, workload(asked), cluster())
+    without_it = plan_without_places(old, [place], NOTHING)
+    again = plan_without_places(without_it, [], NOTHING)
+    for name, rate in served(old).items():
+        assert served(again).get(name, 0.0) >= 0.99 * rate - 1e-3 * asked[name][0]
