@@ -55,9 +55,10 @@ class ChangeProgress:
             if has_controller and CONTROL_APPLICATION not in states:
                 raise EnvironmentFaultError("another command deleted what was being brought up.")
             has_controller = CONTROL_APPLICATION in states
-            broken = [(name, state.essence) for name, state in states.items() if state.is_broken]
-            if broken:
-                raise EnvironmentFaultError("application {} did not start:\n{}".format(*broken[0]))
+            is_late = self._clock() - reported_at > _SILENT_S
+            for name, state in states.items():  # where many processes start at once, one that runs may miss a check
+                if state.has_failed or (is_late and state.is_broken):
+                    raise EnvironmentFaultError(f"application {name} did not start:\n{state.essence}")
             if end is not None and not end.reached:
                 raise EnvironmentFaultError(f"{end.text}. See `ray status`.")
             running = sum(state.is_running for state in states.values())
@@ -70,7 +71,7 @@ class ChangeProgress:
                 reported, reported_at = text, self._clock()
             if is_up:
                 return
-            if self._clock() - reported_at > _SILENT_S:
+            if is_late:
                 raise EnvironmentFaultError(f"the gateways have not answered for {_SILENT_S:g} s. Run `tenuto status`.")
             self._sleep(_LOOK_S)
             end = self._end_of_start(number) if has_controller and states[CONTROL_APPLICATION].is_running else None

@@ -21,9 +21,14 @@ class ApplicationState:
     message: str = ""
 
     @property
+    def has_failed(self) -> bool:
+        """Whether Serve gave its start up."""
+        return self.status == "DEPLOY_FAILED"
+
+    @property
     def is_broken(self) -> bool:
-        """Whether Serve gave the application up."""
-        return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
+        """Whether its start failed, or a process of it that ran is gone or does not answer; Serve replaces that."""
+        return self.has_failed or self.status == "UNHEALTHY"
 
     @property
     def essence(self) -> str:

@@ -12,8 +12,10 @@ from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.deployments.control.remembered import Memory
 from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment
 from tenuto.deployments.serve.history import History
+from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.status import DispatchingStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
@@ -65,6 +67,24 @@ class Cluster:
 
 HALVES = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
 LARGER = make_plan({"n0/0/a": (40.0, ["a"]), "n0/1/a": (40.0, ["b"])})
+
+
+@pytest.mark.parametrize("unhealthy_s", [0.0, 60.0, 1e9])
+def test_a_first_start_waits_for_a_process_that_missed_a_health_check(unhealthy_s: float) -> None:
+    cluster = Cluster(HALVES.model_copy(update={"gpulets": ()}))
+    serve, states = cluster.serve, cluster.serve.states
+
+    def some_unhealthy() -> dict[str, ApplicationState]:
+        unhealthy = ApplicationState("UNHEALTHY", "A replica's health check failed.")
+        return states() | ({ENTRY_APPLICATION: unhealthy} if 2.0 < serve.now_s < 2.0 + unhealthy_s else {})
+
+    serve.states = some_unhealthy  # type: ignore[method-assign]
+    if unhealthy_s < 1e9:
+        assert cluster.change(HALVES)
+        assert serve.now_s > unhealthy_s
+    else:
+        with pytest.raises(EnvironmentFaultError, match="health check failed"):
+            cluster.change(HALVES)
 
 
 def test_new_gpulets_start_beside_the_old_where_there_is_room() -> None:
