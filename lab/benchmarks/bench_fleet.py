@@ -56,28 +56,34 @@ class Took:
     cpu_s: float
 
 
-def draw(seed: int, cells: int, gpus: int, models: int, load: float, *, mixed: bool) -> Scene:
-    """Return the fleet of a seed."""
+def draw(
+    seed: int, cells: int, gpus: int, models: int, load: float, *, mixed: bool, slower: float = 1.0, kind: str = ""
+) -> Scene:
+    """Return the fleet of a seed. Batches take `slower` times as long, SLOs are as much longer, and rates lower; all
+    GPUs are of one `kind` where it is given."""
     rng = random.Random(f"fleet {seed}")
     [measured] = thesis()
-    rows = {kind: {row: measured.models[row].scaled(rng.uniform(*FASTER[kind])) for row in NETWORKS} for kind in FASTER}
+    rows = {
+        kind: {row: measured.models[row].scaled(slower * rng.uniform(*FASTER[kind])) for row in NETWORKS}
+        for kind in FASTER
+    }
     profiles = Profiles(
         Profile.model_validate(measured.model_copy(update={"name": f"made-up-{k}", "gpu_type": k, "models": rows[k]}))
         for k in FASTER
     )
     states = []
     for index in range(cells):
-        one, nodes = rng.choice([*FASTER]), []
+        one, nodes = kind or rng.choice([*FASTER]), []
         for node in range(-(-gpus // NODE)):
-            kind = rng.choice([*FASTER]) if mixed else one
-            group = {"type": kind, "count": min(NODE, gpus - NODE * node), "price_per_hour": PRICES[kind]}
+            gpu = rng.choice([*FASTER]) if mixed else one
+            group = {"type": gpu, "count": min(NODE, gpus - NODE * node), "price_per_hour": PRICES[gpu]}
             nodes.append({"name": f"c{index}n{node}", "gpus": [group]})
         states.append(CellState(f"c{index}", Cluster.model_validate({"nodes": nodes})))
     entries = []
     for index in range(models):
         row = rng.choice(NETWORKS)
         profile = profiles.get(row, "v100")
-        slo_ms = max(rng.choice((50, 100, 150, 200, 300)), 2.5 * profile.latency_ms(1))
+        slo_ms = max(slower * rng.choice((50, 100, 150, 200, 300)), 2.5 * profile.latency_ms(1))
         fitting = [size for size in profile.batch_sizes() if profile.latency_ms(size) <= slo_ms / 2]
         most = max(map(profile.throughput_rps, fitting))
         rate = rng.lognormvariate(0.0, 1.0) * most
@@ -111,7 +117,9 @@ def planned(scene: Scene, plans: dict[str, Plan], policy: str, at_most: float = 
         else cell
         for cell in scene.cells
     )
-    task = FleetTask(scene.workload, cells, PolicyUsed(name=policy), scene.profiles, at_most, os.cpu_count() or 1)
+    task = FleetTask(
+        scene.workload, cells, PolicyUsed(name=policy), scene.profiles, at_most, len(os.sched_getaffinity(0))
+    )
     since, cpu_s = time.perf_counter(), used_cpu_s()
     done = plan_fleet(task)
     return done, Took(time.perf_counter() - since, used_cpu_s() - cpu_s)
@@ -171,7 +179,7 @@ def changed(scene: Scene, part: float, seed: int) -> Scene:
 
 def run(seed: int, given: argparse.Namespace) -> None:
     """Print the lines of a seed."""
-    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=given.mixed)
+    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=given.mixed, kind=given.kind)
     first, took = planned(scene, {}, given.policy)
     plans = dict(first.plans)
     show(f"seed {seed}: first plan", scene, first, plans, took)
@@ -202,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", type=int, default=2000)
     parser.add_argument("--load", type=float, default=0.7, help="part of the price of all GPUs that the fluid takes")
     parser.add_argument("--mixed", action="store_true", help="GPUs of all types in each cell")
+    parser.add_argument("--kind", choices=FASTER, default="", help="all GPUs of this type")
     parser.add_argument("--policy", default="tenuto")
     parser.add_argument("--at-most", type=float, default=1.0)
     parser.add_argument("--parts", type=float, nargs="*", default=[0.01, 0.2])

@@ -1,29 +1,32 @@
-"""A day of a fleet in virtual time: every so many minutes a step of the planner, requests in drawn seconds between.
+"""A day of a fleet in virtual time: steps of the planner as rates change, requests in drawn seconds between.
 
 Fleet and models are those of `bench_fleet`, on average `--load` of what all GPUs cost by the fluid. The rate of each
-model follows the sum of its part of the functions of `azure_like`, minute by minute; at `--doubling` of the day a
-tenant with a twentieth of the models asks for twice as much. With `--failures` nodes end, on average so many times a
-day each: drawn times, for good. One minute after a loss is a step, which has what is left.
+model follows the sum of its part of the functions of `azure_like`, minute by minute; `--swing` is theirs. At
+`--doubling` of the day a tenant with a twentieth of the models asks for twice as much. The day before was the same.
+With `--failures` nodes end, on average so many times a day each: drawn times, for good.
 
-A step takes each model's highest rate of the last `LOOK` minutes as they were a minute before, because that long it
-takes to plan and to begin, and plans near what runs. Plans are in force at once and cost no requests by themselves: the
-figures are without the loss of gpu-lets that start and stop.
+A step is made every `--every` minutes, a minute after a loss, and when a model was asked in the last minute for more
+than the plan stands, which is `HEADROOM` times what it was made for. It takes each model's highest rate of the last
+`LOOK` minutes, and plans near what runs. So a change of rate is in force a minute later: measured, planned, begun.
+Gpu-lets that start and stop cost no requests by themselves.
 
 Between steps `--windows` minutes are drawn. In each the traffic of every cell is simulated request by request for
 `--seconds` at the rates of that minute. The rest is a fluid: of each model what its cells' plans promise. The
 attainment of a model is that of the fluid over all minutes, and added to it what the simulated seconds differ from the
-fluid of the same seconds. `--full` simulates every second of every minute. The minute of a failure is simulated whole,
-apart, and is no part of the attainment.
+fluid of the same seconds; each stands for the minutes between its two steps. `--full` simulates every second of every
+minute. The minute of a failure is simulated whole, apart, and is no part of the attainment. With `--slower` batches
+take so many times as long, SLOs are as much longer, and rates as much lower: fewer requests for as many GPUs.
 
-Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of the minutes
-until the next step, of every `--clairvoyant`th step.
+Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of five minutes,
+of every `--clairvoyant`th five minutes; what runs meanwhile is what it is compared with.
 
-Run: python lab/benchmarks/bench_fleet_day.py [--cells 5] [--cell 40] [--models 50] [--every 15] [--svg day.svg]
+Run: python lab/benchmarks/bench_fleet_day.py [--cells 4] [--cell 50] [--models 20] [--every 15] [--svg day.svg]
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +49,7 @@ from tenuto.placement.fleet.traffic_spread import HEADROOM, Shares
 from tenuto.placement.plan_edits import on_gpus
 
 LOOK = 15  # minutes
+SLOT = 5  # minutes that a clairvoyant plan is for
 TENANT = 20  # every so manieth model is the tenant's
 WARM_UP_S = 0.5
 
@@ -110,11 +114,17 @@ class Running:
         return served
 
     def simulated(
-        self, names: Sequence[str], rates: Numbers, seconds: float, seed: int, lost: frozenset[str] = frozenset()
+        self,
+        names: Sequence[str],
+        rates: Numbers,
+        seconds: float,
+        seed: int,
+        lost: frozenset[str] = frozenset(),
+        warm_up_s: float = WARM_UP_S,
     ) -> tuple[Numbers, Numbers]:
         """Return by model the requests and those in time of so many seconds. The GPUs `lost` end as these begin.
         Requests to a cell that has no such model are late."""
-        offered, in_time, losses = np.zeros(len(names)), np.zeros(len(names)), ((WARM_UP_S, lost),) if lost else ()
+        offered, in_time, losses = np.zeros(len(names)), np.zeros(len(names)), ((warm_up_s, lost),) if lost else ()
         for number, (cell, plan) in enumerate(self.plans.items()):
             sent = {name: self.traffic.get(name, {}).get(cell, 0.0) * float(rates[at]) for at, name in enumerate(names)}
             hosted = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
@@ -129,8 +139,8 @@ class Running:
             if not specs:
                 continue
             now = plan.model_copy(update={"models": specs})
-            whole_s, draws = seconds + WARM_UP_S, 1000 * seed + number
-            simulation = Simulation.of_plan(now, losses=losses, duration_s=whole_s, warmup_s=WARM_UP_S, seed=draws)
+            whole_s, draws = seconds + warm_up_s, 1000 * seed + number
+            simulation = Simulation.of_plan(now, losses=losses, duration_s=whole_s, warmup_s=warm_up_s, seed=draws)
             counts = simulation.run().result.counts()
             for spec, row in zip(specs, counts, strict=True):
                 offered[names.index(spec.name)] += row.sum()
@@ -138,11 +148,11 @@ class Running:
         return offered, in_time
 
 
-def demand(scene: Scene, seed: int, doubling: float) -> Numbers:
+def demand(scene: Scene, seed: int, doubling: float, swing: float | None = None) -> Numbers:
     """Return the rates of a day: a row for each minute, a column for each model."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "day.csv"
-        write_day(path, seed)
+        write_day(path, seed, swing=swing)
         table = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(4, 4 + MINUTES))
     rates = np.zeros((MINUTES, len(scene.workload.models)))
     for place, spec in enumerate(scene.workload.models):
@@ -180,45 +190,44 @@ def failures(scene: Scene, per_day: float, minutes: int, rng: np.random.Generato
 
 def run(seed: int, given: argparse.Namespace) -> None:
     """Print the figures of a seed."""
-    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=False)
+    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=False, slower=given.slower)
     names, gpus = [spec.name for spec in scene.workload.models], len(scene.joint.gpus)
     minutes = round(given.hours * 60)
-    rates = demand(scene, seed, given.doubling)[:minutes]
+    rates = demand(scene, seed, given.doubling, given.swing)
     rng = np.random.default_rng(seed)
     lost = failures(scene, given.failures, minutes, rng)
-    peak, _ = planned(at_rates(scene, rates.max(axis=0)), {}, given.policy)
-    starts = sorted({*range(0, minutes, given.every), *(minute + 1 for minute in lost)})
+    peak, _ = planned(at_rates(scene, rates[:minutes].max(axis=0)), {}, given.policy)
     day, running, since = Day.of(len(names)), Running(), time.process_time()
     plan_s, short, seen = 0.0, 0, list[tuple[float, float, float, float]]()
-    own, clairvoyant = 0.0, 0.0
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], minutes], strict=True)):
+    own, clairvoyant, start, steps, used = 0.0, 0.0, 0, 0, np.zeros(minutes)
+    while start < minutes:
         if start - 1 in lost:
             scene = without(scene, lost[start - 1])
             running.plans = {name: _left(plan, lost[start - 1]) for name, plan in running.plans.items()}
-        seen_until = max(1, start - 1)
-        now = at_rates(scene, rates[max(0, seen_until - LOOK) : seen_until].max(axis=0))
-        done, took = planned(now, running.plans, given.policy)
+        asked = rates[range(start - LOOK, start)].max(axis=0)
+        done, took = planned(at_rates(scene, asked), running.plans, given.policy)
         running = Running({**running.plans, **done.plans}, done.traffic)
-        plan_s, short = plan_s + took.wall_s, short + bool(done.spread.lacking)
+        plan_s, short, steps = plan_s + took.wall_s, short + bool(done.spread.lacking), steps + 1
+        ends = (m for m in range(start + 1, minutes) if _is_due(m, rates[m - 1], asked, given.every, lost))
+        end = next(ends, minutes)
+        used[start:end] = running.gpus
         day.gpu_h += running.gpus * (end - start) / 60.0
         day.cost += running.cost * (end - start) / 60.0
-        if given.clairvoyant and number % given.clairvoyant == 0:
-            ideal, _ = planned(at_rates(scene, rates[start:end].mean(axis=0)), {}, given.policy)
-            clairvoyant += sum(p.expected.gpus_used for p in ideal.plans.values()) * (end - start) / 60.0
-            own += running.gpus * (end - start) / 60.0
         quiet = [minute for minute in range(start, end) if minute not in lost]
         for minute in quiet:
             day.offered += 60.0 * rates[minute]
             day.fluid += 60.0 * running.served(names, rates[minute])
         drawn = quiet if given.full else rng.permutation(quiet)[: given.windows].tolist()
         for minute in drawn:
+            seconds, draws = 60.0 if given.full else given.seconds, seed * MINUTES + minute
             offered, in_time = running.simulated(
-                names, rates[minute], 60.0 if given.full else given.seconds, seed * MINUTES + minute
+                names, rates[minute], seconds, draws, warm_up_s=given.slower * WARM_UP_S
             )
             part = running.served(names, rates[minute]) / np.maximum(rates[minute], 1e-9)
-            day.sampled += offered
-            day.in_time += in_time
-            day.sampled_fluid += part * offered
+            stands_for = len(quiet) / len(drawn)
+            day.sampled += stands_for * offered
+            day.in_time += stands_for * in_time
+            day.sampled_fluid += stands_for * part * offered
             day.requests += int(offered.sum())
         for minute in range(start, end):
             if minute in lost:
@@ -228,16 +237,27 @@ def run(seed: int, given: argparse.Namespace) -> None:
                 offered, in_time = running.simulated(names, rates[minute], 60.0, seed * MINUTES + minute, gone)
                 day.failures.append(float(np.nanmax(1.0 - in_time / np.where(offered, offered, np.nan))))
         good = day.attainments()
+        print(
+            f"{end / 60:5.2f} h: {steps} steps, {running.gpus} GPUs, {len(done.plans)} cells planned, "
+            f"{time.process_time() - since:.0f} CPU s; so far {_all(day, good):.3%}, worst {np.nanmin(good):.2%}",
+            file=sys.stderr,
+            flush=True,
+        )
         seen.append((end / 60.0, float(rates[start:end].sum(axis=1).mean()), running.gpus, 100.0 * _all(day, good)))
+        start = end
+    for slot in range(0, minutes, SLOT * given.clairvoyant) if given.clairvoyant else ():
+        ideal, _ = planned(at_rates(scene, rates[slot : slot + SLOT].mean(axis=0)), {}, given.policy)
+        clairvoyant += sum(plan.expected.gpus_used for plan in ideal.plans.values())
+        own += used[slot : slot + SLOT].mean()
     attained = day.attainments()
     worst = int(np.nanargmin(attained))
     static = sum(p.expected.gpus_used for p in peak.plans.values()) * minutes / 60.0
     lacking = f", {len(peak.spread.lacking)} models lack room there" if peak.spread.lacking else ""
     print(
-        f"seed {seed}: {given.hours:g} h of {gpus} GPUs, {len(names)} models, {len(starts)} steps "
+        f"seed {seed}: {given.hours:g} h of {gpus} GPUs, {len(names)} models, {steps} steps "
         f"({plan_s:.0f} s of planning, {time.process_time() - since:.0f} CPU s of this process); {day.requests:,} of "
         f"{day.offered.sum():,.0f} requests simulated; in time {_all(day, attained):.3%}, worst model {names[worst]} "
-        f"{attained[worst]:.2%} ({day.sampled[worst]:,.0f} simulated), {int((attained < 0.99).sum())} below 99 %; "
+        f"{attained[worst]:.2%} ({day.offered[worst]:,.0f} requests), {int((attained < 0.99).sum())} below 99 %; "
         f"{short} steps lacked room; GPU-hours {day.gpu_h:,.1f} ({day.cost:,.0f} $), {day.gpu_h / static:.3f} of a "
         f"static plan for the peak{lacking}"
         + (f", {own / clairvoyant:.3f} of the clairvoyant one" if clairvoyant else "")
@@ -246,6 +266,11 @@ def run(seed: int, given: argparse.Namespace) -> None:
     )
     if given.svg:
         _draw(Path(given.svg), f"A day of {gpus} GPUs in {given.cells} cells (simulated)", seen)
+
+
+def _is_due(minute: int, last: Numbers, asked: Numbers, every: int, lost: Mapping[int, str]) -> bool:
+    """Return whether a step is in force from a minute on, when the minute before had the rates `last`."""
+    return minute % every == 0 or minute - 1 in lost or bool((last > HEADROOM * np.maximum(0.1, asked)).any())
 
 
 def _all(day: Day, attained: Numbers) -> float:
@@ -272,12 +297,20 @@ def _draw(path: Path, title: str, seen: Sequence[tuple[float, float, float, floa
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures of every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    counts: Mapping[str, int] = {"cells": 5, "cell": 40, "models": 50, "every": 15, "windows": 1, "clairvoyant": 8}
+    counts: Mapping[str, int] = {"cells": 4, "cell": 50, "models": 20, "every": 15, "windows": 1, "clairvoyant": 12}
     for name, value in {**counts, "first-seed": 1, "seeds": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name, number in {"hours": 24.0, "load": 0.4, "doubling": 0.6, "failures": 0.0, "seconds": 2.0}.items():
+    for name, number in {
+        "hours": 24.0,
+        "load": 0.4,
+        "doubling": 0.6,
+        "failures": 0.0,
+        "seconds": 2.0,
+        "slower": 1.0,
+    }.items():
         parser.add_argument(f"--{name}", type=float, default=number)
-    parser.add_argument("--policy", default="tenuto")
+    parser.add_argument("--swing", type=float, help="every function follows the time of day so much")
+    parser.add_argument("--policy", default="symphony")
     parser.add_argument("--full", action="store_true", help="simulate every second")
     parser.add_argument("--svg", help="draw load, GPUs and attainment over time, of the last seed")
     given = parser.parse_args(arguments)

@@ -124,30 +124,35 @@ def request_gpu_s(on: ModelOnGpu, rate_rps: float) -> float:
 
 @dataclass(frozen=True)
 class Fluid:
-    """The cheapest use of GPUs as if they could be cut at will: what it costs an hour, and what a GPU of each kind is
-    worth to it, scarcity included."""
+    """The cheapest use of GPUs as if they could be cut at will: what it costs an hour, what a GPU of each kind is worth
+    to it, scarcity included, and by model the kinds that serve it."""
 
     cost: float
     worth: Mapping[Kind, float]
+    kinds: Mapping[str, frozenset[Kind]]
 
 
 def fluid_of(groups: Iterable[ModelGroup], room: Mapping[Kind, float]) -> Fluid:
     """Return the cheapest fluid of models on so many GPUs of each kind: a linear program over models and kinds."""
-    rows, costs = Rows(), list[float]()
+    rows, costs, columns = Rows(), list[float](), dict[str, dict[Kind, int]]()
     held: dict[Kind, tuple[list[int], list[float]]] = {kind: ([], []) for kind in room}
     dearest = max((price for _, price in room), default=1.0)
-    for needs in (needs for group in groups for needs in group.gpus.values() if needs):
-        first = len(costs)
+    for name, needs in ((name, needs) for group in groups for name, needs in group.gpus.items() if needs):
+        first, columns[name] = len(costs), {}
         for kind in room:
             if kind[0] in needs:
+                columns[name][kind] = len(costs)
                 held[kind][0].append(len(costs))
                 held[kind][1].append(needs[kind[0]])
                 costs.append(needs[kind[0]] * kind[1])
         costs.append(_UNSERVED * dearest * max(needs.values()))
         rows.add(range(first, len(costs)), [1.0] * (len(costs) - first), 1.0, 1.0)
-    for kind, (columns, values) in held.items():
-        rows.add(columns, values, float(room[kind]))
+    for kind, (places, values) in held.items():
+        rows.add(places, values, float(room[kind]))
     best = linear_program(costs, rows, [1.0] * len(costs))
     scarcity = best.duals[len(rows.most) - len(held) :]
     worth = {kind: kind[1] - float(dual) for kind, dual in zip(held, scarcity, strict=True)}
-    return Fluid(0.0 if best.x is None else float(best.x @ costs), worth)
+    if best.x is None:
+        return Fluid(0.0, worth, {})
+    kinds = {name: frozenset(kind for kind, at in own.items() if best.x[at] > 1e-6) for name, own in columns.items()}
+    return Fluid(float(best.x @ costs), worth, kinds)

@@ -78,7 +78,7 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
     total: dict[Kind, float] = defaultdict(float)
     for room in rooms:
         for kind, count in room.gpus.items():
-            total[kind] += count
+            total[kind] += count / HEADROOM  # the rest is for a tenth more load
     fluid, running = fluid_of(groups, total), running_shares(groups, task.cells)
     done: dict[str, tuple[Workload, Plan | None, Plan | None]] = {}
     spread = spread_traffic(groups, rooms, fluid, running, at_most=task.at_most)

@@ -1,10 +1,10 @@
 """Which share of each model's rate goes to which cell of a fleet.
 
 Two levels, no joint program over models and cells: a linear program over models and kinds of GPUs says what a GPU of
-each kind is worth (RAS has such a first level; POP shows that parts with a like mixture of demand and room come within
-1.5 % of the whole). Then models are laid on cells one by one, those with the least choice of cells first and then the
-largest, each whole where it fits. What runs stays: only what a cell has no room for moves, and only to cells that give
-nothing away.
+each kind is worth, and which kinds serve a model (RAS has such a first level; POP shows that parts with a like mixture
+of demand and room come within 1.5 % of the whole). Then models are laid on cells one by one, those with the least
+choice of cells first and then the largest, each whole where it fits. What runs stays: only what a cell has no room for
+moves, and only to cells that give nothing away.
 """
 
 from __future__ import annotations
@@ -87,8 +87,12 @@ class _Cells:
         if part < 1.0 - SLIGHT:
             taken, again = self._taken(group, cell, share * part)
             part *= again
-        worth = sum(gpus * self._fluid.worth[kind] for kind, gpus in taken.items())
-        return share * part, taken, worth
+        return share * part, taken, sum(gpus * self._fluid.worth[kind] for kind, gpus in taken.items())
+
+    def strays(self, group: ModelGroup, cell: str) -> bool:
+        """Return whether a cell has none of the kinds of GPUs on which the fluid has a model of a group."""
+        kinds = (self._fluid.kinds.get(name) for name in group.gpus)
+        return any(each and each.isdisjoint(self.free[cell]) for each in kinds)
 
     def _taken(self, group: ModelGroup, cell: str, share: float) -> tuple[dict[Kind, float], float]:
         free, taken, part = self.free[cell], defaultdict[Kind, float](float), 1.0
@@ -226,7 +230,7 @@ class _Spreading:
 
     def _lay(self, group: ModelGroup, share: float, *, is_whole: bool) -> bool:
         """Lay a share of a group on cells that give nothing away: whole on the one where it takes what is worth least,
-        or on several. Return whether it is laid, or has no cell."""
+        of the kinds that the fluid uses, or on several. Return whether it is laid, or has no cell."""
         survive, held = _survive(group), self._traffic[group.name]
         allowed = self._allowed[group.name]
         cells = [cell for cell in allowed if cell not in self._givers]
@@ -238,7 +242,11 @@ class _Spreading:
             self._unmet[group.name] = f"spread: cell needs a second cell, and {named} has room and may hold it"
         if is_whole and len(held) < MOST_CELLS_OF_MODEL:
             fits = [(self._cells.fit(group, cell, share), cell) for cell in cells]
-            whole = [(worth, cell) for (part, _, worth), cell in fits if part > share - SLIGHT]
+            whole = [
+                (worth, cell)
+                for (part, _, worth), cell in fits
+                if part > share - SLIGHT and not self._cells.strays(group, cell)
+            ]
             if whole:
                 least = min(worth for worth, _ in whole)
                 alike = [cell for worth, cell in whole if worth <= least * (1.0 + SLIGHT)]
@@ -248,7 +256,7 @@ class _Spreading:
                 )
             return bool(whole)
         left = [cell for cell in self._running.get(group.name, {}) if cell in allowed and cell in self._givers]
-        order = sorted(cells, key=lambda cell: (cell not in held, -self._cells.idle_part(cell), cell))
+        order = sorted(cells, key=lambda c: (c not in held, self._cells.strays(group, c), -self._cells.idle_part(c), c))
         for cell in [*order, *left]:  # what no other cell has room for goes back to where it was
             if share > SLIGHT and (cell in held or len(held) < MOST_CELLS_OF_MODEL):
                 part = self._cells.fit(group, cell, share)[0]

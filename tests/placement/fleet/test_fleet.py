@@ -16,7 +16,7 @@ from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
 from tenuto.placement.fleet.fleet_file import FleetFile, nodes_of
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
 from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
-from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, after_loss
+from tenuto.placement.fleet.traffic_spread import HEADROOM, MOST_CELLS_OF_MODEL, CellRoom, after_loss, spread_traffic
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profile, Profiles
 
@@ -285,6 +285,19 @@ def test_a_model_that_one_cell_alone_can_hold_stays_and_one_with_a_choice_moves(
     assert grown.traffic["small"] == {"fast": 1.0}
     assert "slow" in grown.traffic["large"]
     assert not grown.spread.lacking
+
+
+def test_models_lie_on_the_kinds_of_the_fluid_though_a_dearer_cell_has_more_room() -> None:
+    states = [CellState("dear", cluster(20)), CellState("c1", cluster(4, "t4")), CellState("c2", cluster(4, "t4"))]
+    asked = workload(model("a", 1000.0), model("b", 1000.0), model("c", 900.0))
+    joint = Cluster.of(gpu for state in states for gpu in state.cluster.gpus)
+    groups = group_models(asked, joint, Profiles([]))  # a GPU of either type serves as much
+    fluid = fluid_of(groups, {kind: count / HEADROOM for kind, count in room_of(joint).items()})
+    rooms = [CellRoom.of(state.name, state.cluster, room_of(state.cluster)) for state in states]
+    spread = spread_traffic(groups, rooms, fluid)
+    assert {cell for shares in spread.traffic.values() for cell in shares} == {"c1", "c2"}
+    assert sum(spread.traffic["c"].values()) == pytest.approx(1.0)
+    assert spread.traffic["c"].keys() == {"c1", "c2"}  # it is in parts before it is where a GPU costs six times as much
 
 
 def test_what_is_to_survive_a_cell_keeps_its_rate_and_others_share_what_is_left() -> None:
