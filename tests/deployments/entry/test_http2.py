@@ -268,27 +268,6 @@ async def test_what_breaks_the_protocol_ends_the_connection(bench: Bench, data: 
     assert bench.server.turned_away["malformed"] == 1
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        HEADERS[1:],
-        [*HEADERS, HEADERS[0]],
-        [(":more", "x"), *HEADERS],
-        [*HEADERS[1:], HEADERS[0]],
-        [*HEADERS, ("X-Slo-Ms", "1")],
-        [*HEADERS, ("connection", "close")],
-        [*HEADERS[:-1], ("te", "gzip")],
-    ],
-)
-async def test_malformed_headers_end_their_call_and_no_other(bench: Bench, headers: list[tuple[str, str]]) -> None:
-    malformed = b"".join(http2.literal(name.encode(), value.encode()) for name, value in headers)
-    sent = http2.frame(http2.HEADERS, 4, 1, malformed) + http2.frame(http2.DATA, 1, 1, message())
-    await bench.all_came(begun() + sent + call(3))
-    assert len(bench.service.asked) == 1
-    assert bench.resets() == {1: 1}
-    assert bench.server.turned_away == {"malformed": 1}
-
-
 @pytest.mark.parametrize("size", [0, 100, 2000])
 async def test_a_continuation_flood_ends_with_the_header_block(bench: Bench, size: int) -> None:
     flood = http2.frame(http2.HEADERS, 0, 1, BLOCK) + http2.frame(http2.CONTINUATION, 0, 1, b"\x82" * size) * 10_000

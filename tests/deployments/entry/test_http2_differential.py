@@ -159,30 +159,12 @@ SPELLED: dict[str, list[Header]] = {
 BEGUN = http2.PREFACE + SETTINGS
 _HEADED = http2.frame(http2.HEADERS, 4, 1, BLOCK)
 _DATA = http2.frame(http2.DATA, 1, 1, message("x"))
-FRAMED: dict[str, bytes] = {
+FRAMED: dict[str, bytes] = {  # what is judged before h2 has a frame, or beside it; h2spec tries the rest
     "half a preface": http2.PREFACE[:12] + SETTINGS + _HEADED + _DATA,
     "HTTP/1.1": b"POST / HTTP/1.1\r\nHost: x\r\n\r\n" + SETTINGS + _HEADED + _DATA,
-    "a push that is neither": http2.PREFACE + http2.frame(4, 0, 0, b"\0\2" + number(2)) + _HEADED + _DATA,
-    "frames that are too small": http2.PREFACE + http2.frame(4, 0, 0, b"\0\5" + number(16_383)) + _HEADED + _DATA,
-    "frames that are too large": http2.PREFACE + http2.frame(4, 0, 0, b"\0\5" + number(1 << 24)) + _HEADED + _DATA,
-    "an acknowledgement with settings": BEGUN + http2.frame(4, 1, 0, bytes(6)) + _HEADED + _DATA,
-    "a call that waits for itself": BEGUN + http2.frame(http2.HEADERS, 36, 1, number(1) + b"\0" + BLOCK) + _DATA,
-    "a priority that is cut": BEGUN + http2.frame(http2.HEADERS, 36, 1, b"\0\0\0"),
-    "a priority of itself": BEGUN + http2.frame(http2.PRIORITY, 0, 3, number(3) + b"\0") + _HEADED + _DATA,
     "a goodbye": BEGUN + http2.frame(http2.GOAWAY, 0, 0, bytes(8)) + _HEADED + _DATA,
     "a goodbye that is cut": BEGUN + http2.frame(http2.GOAWAY, 0, 0, bytes(7)) + _HEADED + _DATA,
-    "a call of an even number": BEGUN + http2.frame(http2.HEADERS, 4, 2, BLOCK) + http2.frame(0, 1, 2, message("x")),
-    "an even number below": BEGUN
-    + http2.frame(http2.HEADERS, 4, 5, BLOCK)
-    + http2.frame(http2.WINDOW_UPDATE, 0, 2, number(1))
-    + http2.frame(0, 1, 5, message("x")),
-    "a number that sinks": BEGUN
-    + http2.frame(http2.HEADERS, 5, 5, BLOCK)
-    + http2.frame(http2.HEADERS, 4, 3, BLOCK)
-    + http2.frame(0, 1, 3, message("x")),
-    "a call again": BEGUN + http2.frame(http2.HEADERS, 5, 1, BLOCK) + _HEADED + _DATA,
     "data after a reset": BEGUN + _HEADED + http2.frame(http2.RST_STREAM, 0, 1, number(8)) + _DATA,
-    "headers amid a call": BEGUN + _HEADED + _HEADED + _DATA,
     "trailers with a pseudo-header": BEGUN
     + _HEADED
     + http2.frame(0, 0, 1, message("x")[:-1])
@@ -191,14 +173,6 @@ FRAMED: dict[str, bytes] = {
     "a continuation of another": BEGUN + http2.frame(1, 0, 1, BLOCK) + http2.frame(http2.CONTINUATION, 4, 3) + _DATA,
     "a frame amid headers": BEGUN + http2.frame(1, 0, 1, BLOCK) + SETTINGS + http2.frame(9, 4, 1) + _DATA,
     "an unknown frame amid headers": BEGUN + http2.frame(1, 0, 1, BLOCK) + http2.frame(99, 0, 1) + _DATA,
-    "data with all padding": BEGUN + _HEADED + http2.frame(0, 9, 1, bytes((255,)) + message("x")),
-    "a table that is too large": BEGUN + http2.frame(1, 4, 1, b"\x3f\xe1\x7f" + BLOCK) + _DATA,
-    "a table's size behind a header": BEGUN + http2.frame(1, 4, 1, BLOCK + b"\x20") + _DATA,
-    "an index of nothing": BEGUN + http2.frame(1, 4, 1, BLOCK + b"\xbe") + _DATA,
-    "an index of zero": BEGUN + http2.frame(1, 4, 1, BLOCK + b"\x80") + _DATA,
-    "Huffman's end as text": BEGUN + http2.frame(1, 4, 1, BLOCK + b"\0\1a\x84\xff\xff\xff\xff") + _DATA,
-    "Huffman's padding of zeros": BEGUN + http2.frame(1, 4, 1, BLOCK + b"\0\1a\x81\x18") + _DATA,
-    "Huffman's padding of eight bits": BEGUN + http2.frame(1, 4, 1, BLOCK + b"\0\1a\x82\x1f\xff") + _DATA,
 }
 
 
@@ -214,6 +188,19 @@ async def test_what_another_reader_refuses_is_refused(name: str) -> None:
         assert (name == "a goodbye") == bool(theirs(sent)[0])  # `theirs` tells h2 nothing of it
     for piece in (1, 9, 1 << 30):
         assert (await ours(sent, piece))[0] == set()
+
+
+@pytest.mark.parametrize("name", [name for name in SPELLED if "length" not in name])
+async def test_malformed_headers_end_their_call_and_no_other(name: str) -> None:
+    bench = Bench()
+    good = http2.frame(http2.HEADERS, 4, 3, BLOCK) + http2.frame(http2.DATA, 1, 3, message("y"))
+    await bench.all_came(call(SPELLED[name]) + good)
+    assert [exchange.id for exchange in bench.service.asked] == ["y"]
+    assert bench.resets() == {1: 1}
+    assert bench.server.turned_away == {"malformed": 1}
+    bench.connection.connection_lost(None)
+    bench.server.close()
+    bench.arena.close()
 
 
 @pytest.mark.parametrize("headers", [GOOD, [*GOOD, (b"content-length", b"%d" % len(message("x")))]])
