@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MEASURING = "tenuto.profiles.measuring"
 PREPARING = "tenuto.deployments.gpulet.preparing_process"
+POOL = "tenuto.deployments.entry.service.process_pool"
 CO_RUN = "tenuto_lab.interference.co_run"
 # Tests of whole networks. Importing what building, tracing and merging them needs beyond torch takes a process 5 s.
 WITH_NETWORKS = (
@@ -182,10 +183,12 @@ def worker_server() -> Iterator[Callable[[str], list[str]]]:
 
 @pytest.fixture
 def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the profiler, gpu-lets that prepare programs and the laboratory's co-runs start processes from it."""
+    """Let the profiler, gpu-lets that prepare programs, pools of hooks and the laboratory's co-runs start processes
+    from it."""
     monkeypatch.setattr(f"{MEASURING}.measure.WORKER", worker_server("tenuto.profiles.measuring.profile_worker"))
     monkeypatch.setattr(f"{MEASURING}.step_worker.WORKER", worker_server(f"{MEASURING}.step_worker"))
     monkeypatch.setattr(f"{PREPARING}.WORKER", worker_server(PREPARING))
+    monkeypatch.setattr(f"{POOL}.WORKER", worker_server("tenuto.deployments.entry.service.hook_process"))
     monkeypatch.setattr(f"{CO_RUN}.WORKER", worker_server(f"{CO_RUN}_worker"))
 
 

@@ -211,6 +211,7 @@ def test_the_laboratory_adds_its_names(wheels: list[Path], tmp_path: Path) -> No
 
 
 @pytest.mark.ray
+@pytest.mark.night
 def test_an_installed_tenuto_serves(wheels: list[Path], tmp_path: Path) -> None:
     environment = EmptyEnvironment(tmp_path / "environment", [wheels[0]], ["serve"])
     (tmp_path / "workload.yaml").write_text(WORKLOAD)

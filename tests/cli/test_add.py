@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_workers: None) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -170,13 +170,16 @@ def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.Capt
     assert run(*args, str(tmp_path / "a")) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.night)])
+
+
+@SIGNALS
 def test_interrupting_writes_the_first_part_and_marks_it(plan_file: str, tmp_path: Path, number: int) -> None:
     interrupt(plan_file, tmp_path / "out", "0", number)
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.night)])
+@SIGNALS
 def test_interrupting_reaches_clients_on_ray(plan_file: str, tmp_path: Path, number: int, local_ray: LocalRay) -> None:
     local_ray.connect()
     interrupt(plan_file, tmp_path / "out", "2", number)

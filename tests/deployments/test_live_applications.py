@@ -159,7 +159,10 @@ def victims(url: str, kind: str) -> list[int]:
     return [pid for gpulet, pid in pids(url).items() if gpulet == name]
 
 
-@pytest.mark.parametrize("kind", ["function", "first gpu-let", "second gpu-let", "gateway", "dispatcher"])
+@pytest.mark.parametrize(
+    "kind",
+    ["function", "first gpu-let", pytest.param("second gpu-let", marks=pytest.mark.night), "gateway", "dispatcher"],
+)
 def test_what_is_killed_amid_graphs_ends_each_request_once_and_is_replaced(url: str, kind: str, folder: Path) -> None:
     """Of each sample no stage runs more than once more."""
     with asking(url) as statuses:

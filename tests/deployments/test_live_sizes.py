@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -60,10 +61,12 @@ def write_network(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory, worker_server: Callable[[str], list[str]]) -> Plan:
     """What the verbs make of the file and the workload."""
     folder = tmp_path_factory.mktemp("sizes")
     with pytest.MonkeyPatch.context() as patch:
+        profiler = "tenuto.profiles.measuring"
+        patch.setattr(f"{profiler}.measure.WORKER", worker_server(f"{profiler}.profile_worker"))
         patch.chdir(folder)
         write_network("net.onnx")
         WORKLOAD["models"][0]["source"] = str(folder / "net.onnx")
@@ -75,7 +78,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         return Plan.load("plan.yaml")
 
 
-@pytest.mark.parametrize("executor", ["torch", "emulated"])
+@pytest.mark.parametrize("executor", ["torch", pytest.param("emulated", marks=pytest.mark.night)])
 def test_from_a_file_to_goodput(launcher: Launcher, plan: Plan, executor: ExecutorChoice) -> None:
     deployment = Deployment(plan=plan, port=unused_port(), executor=executor, scheduler="deferred")
     bring_up(launcher, deployment.config())

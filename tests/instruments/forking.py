@@ -63,6 +63,7 @@ os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 _ENDS_WITH = "TENUTO_SERVER_ENDS_WITH"  # a process
 _FORKED_BY = "TENUTO_FORKED_BY"  # where the server listens from which a process is forked
 OF_THE_PROFILER = (
+    "tenuto.deployments.entry.service.hook_process",
     "torch",
     "torch._dynamo",
     "tenuto.profiles.measuring.profile_worker",

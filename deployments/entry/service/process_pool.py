@@ -49,7 +49,7 @@ MOST_WAITING = 64  # limit: waiting calls of a pool, as for bodies that wait to 
 _DROPPED_BYTES = 1 << 20  # limit: bytes of an answer that are read at once where there is no memory for it
 _MOST_SAID_BYTES = 1 << 18  # limit: the size of a message, whose text is shorter; of a thousand tensors it has 40 KB
 _FADES = 0.99  # derived: remembers the longest of about the last hundred calls; with less it forgets rare long calls
-_MODULE = "tenuto.deployments.entry.service.hook_process"
+WORKER = ["-m", "tenuto.deployments.entry.service.hook_process"]
 
 ResultT = TypeVar("ResultT")
 _ANSWERS: msgspec.msgpack.Decoder[HookAnswer] = msgspec.msgpack.Decoder(HookAnswer)
@@ -252,7 +252,7 @@ class _Process:
         calm_openmp(variables)
         self._line, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", _MODULE]
+            command = [sys.executable, "-P", *WORKER]
             try:
                 self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, process_group=0)
             except OSError:

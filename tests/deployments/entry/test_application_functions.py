@@ -32,6 +32,8 @@ from tests.deployments.entry.test_applications import (
 from tests.instruments.fake_gpulet import finder
 from tests.instruments.live import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 FUNCTIONS = "tests.instruments.graph_functions"
 GZIP = {"Content-Encoding": "gzip"}
 
