@@ -394,15 +394,15 @@ class Controller:
     def _go_on(self, seen: Observation, news: EstimateUpdate) -> None:
         """Go on with the change under way, or judge the last one.
 
-        When models lose requests since the last change that did not before, and the previous plan would have theirs in
-        time, the change is taken back. A change that drains a place is not: whoever asked for it was told what it
-        loses. Nor is one that left a node which ends: its gpu-lets would start there for seconds.
+        When models lose requests since the last change that did not before, and both plans would have theirs in time,
+        the change is taken back. A change that drains a place is not: whoever asked for it was told what it loses. Nor
+        is one that left a node which ends: its gpu-lets would start there for seconds.
         """
         under_way, last, leaving = self.change, self._change_state.proving, self._change_state.leaving
         drains = last is not None and not set(last.target.drained) <= set(last.origin.drained)
         if under_way is None and last is not None and not drains and leaving.isdisjoint(last.origin.used_gpus):
             new = [name for name in news.losing if name not in last.suffered]
-            if new and not self._short(last.origin).keys() & set(new):
+            if new and {*self._short(last.origin), *self._short(last.target)}.isdisjoint(new):
                 parts = listed(self._estimates.attainment.lost_part(new), "{:.1%}")
                 why = f"since the change more requests are lost than allowed: {parts}"
                 self._take_back(last, why, last.stage.gpulets)

@@ -110,6 +110,8 @@ class Candidates:
             yield Candidate(how, plan)
         if not missing:
             yield from self._on_fewer_nodes(plan or running)
+        elif self.running.terms is not None and len(set(_weights(self.workload).values())) > 1:
+            yield Candidate("in place of others", self._in_place_of_others(running, missing))
         if self.asks_for_places:
             gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus)
             plan = self.completed(running.model_copy(update={"gpus": gpus}), adds_replicas=True)
@@ -276,6 +278,33 @@ class Candidates:
                 new.append(placed)
         return new
 
+    def _in_place_of_others(self, running: Plan, missing: Mapping[str, float]) -> Plan:
+        """Return the running plan with what is missing, the most valuable first, in the place of gpu-lets of models of
+        less weight that are worth less together. Worth is the requests per second of a gpu-let, each by its weight."""
+        more, weights = self._bought(missing, dict.fromkeys(gpu.type for gpu in self.gpus)), _weights(self.workload)
+        gains, loses = self._weighted_rps(more, missing), self._weighted_rps(running, self._promised_parts(running))
+        plan, types = running, {gpu.id: gpu.type for gpu in more.gpus}
+        for gpulet in sorted(more.gpulets, key=lambda g: (-gains[g.id], g.id)):
+            most = max(weights[replica.name] for replica in gpulet.models)  # no chance of rates turns it round
+            stays = {g.id for g in plan.gpulets if g.also_on or any(weights[r.name] >= most for r in g.models)}
+            able = (gpu for gpu in self.gpus if gpu.type == types[gpulet.gpu])
+            ways = [[], *(_in_the_way(plan.on_gpu(gpu.id), gpulet, gpu, stays, loses) for gpu in able)]
+            for gone in sorted(ways, key=lambda gone: sum(loses[name] for name in gone)):
+                left = with_gpulets(plan, [g for g in plan.gpulets if g.id not in gone])
+                new = self._beside(left, with_gpulets(more, [gpulet]))
+                if new and sum(loses[name] for name in gone) < gains[gpulet.id]:
+                    plan = self._with_more(left, new)
+                    loses |= {placed.id: gains[gpulet.id] for placed in new}
+                    break
+        return plan
+
+    def _weighted_rps(self, plan: Plan, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the weighted requests per second that each gpu-let has of these parts of the models' requests."""
+        hosts = Counter(replica.name for gpulet in plan.gpulets for replica in gpulet.models)
+        rates_rps, weights = self.running.traffic.mean_rps, _weights(self.workload)
+        each = {name: weights[name] * parts.get(name, 0.0) * rates_rps.get(name, 0.0) / hosts[name] for name in hosts}
+        return {gpulet.id: sum(each[replica.name] for replica in gpulet.models) for gpulet in plan.gpulets}
+
     def _bought(self, missing: Mapping[str, float], types: Iterable[str]) -> Plan:
         """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes."""
         upper_rps = self.running.traffic.upper_rps
@@ -430,6 +459,20 @@ def gpus_used(plan: Plan) -> Counter[str]:
     """Return how many GPUs of each type hold something."""
     type_of = {gpu.device: gpu.whole_type if gpu.mig == "managed" else gpu.type for gpu in plan.gpus}
     return Counter(type_of[device] for device in plan.devices(plan.used_gpus))
+
+
+def _weights(workload: Workload) -> dict[str, float]:
+    return {spec.name: spec.weight for spec in workload.models}
+
+
+def _in_the_way(
+    held: Iterable[Gpulet], gpulet: Gpulet, gpu: Gpu, stays: Collection[str], worth: Mapping[str, float]
+) -> list[str]:
+    """Return the least valuable of a GPU's gpu-lets, so many that a new one fits beside the others."""
+    left, gone = sorted(held, key=lambda g: (g.id in stays, worth[g.id]), reverse=True), list[str]()
+    while left and left[-1].id not in stays and not fits([*left, gpulet], gpu):
+        gone.append(left.pop().id)
+    return gone
 
 
 def _pooled_rps(plan: Plan, traffic: Traffic) -> dict[str, float]:

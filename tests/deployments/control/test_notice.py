@@ -20,6 +20,12 @@ def used(desk: PlanningDesk) -> set[str]:
     return set(desk.controller.plan.used_gpus)
 
 
+def present(desk: PlanningDesk) -> set[str]:
+    """Return the models that the plan has on GPUs that are there."""
+    there = {gpu.id for gpu in desk.gpus}
+    return {replica.name for g in desk.controller.plan.gpulets if g.gpu in there for replica in g.models}
+
+
 def test_what_a_leaving_node_serves_starts_elsewhere_before_it_ends_there() -> None:
     desk = PlanningDesk(ONE, [gpu("n0/0"), gpu("n1/0")], {"when": {"underused": None}})
     desk.look(5)
@@ -57,6 +63,30 @@ def test_without_room_only_what_is_served_elsewhere_ends_before_the_node() -> No
     alone.gpus = (*alone.gpus, gpu("n5/0"))
     alone.look(20)
     assert used(alone) == {"n5/0"}
+
+
+@pytest.mark.parametrize("leaves", ["with notice", "at once"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_where_room_lacks_the_most_valuable_model_takes_the_place_of_others(place: int, leaves: str) -> None:
+    """Of three models on as many GPUs the one whose GPU leaves takes the place of the one that is worth least."""
+    held = {f"n{i}/0/a": (100.0, [name]) for i, name in enumerate("abc")}
+    for heaviest in ("abc"[place], "c"):
+        plan = make_plan(held, weights={"b": 2.0, "c": 3.0, heaviest: 10.0})
+        desk = PlanningDesk(plan, [gpu(f"n{i}/0") for i in range(3)], {"when": {"underused": None}})
+        desk.rates |= dict.fromkeys("abc", 500.0)
+        desk.look(30)
+        if leaves == "with notice":
+            desk.leaving = {f"n{place}/0": desk.now_s + 40.0}
+            desk.look(40)
+        desk.gpus, desk.leaving = tuple(g for g in desk.gpus if g.id != f"n{place}/0"), {}
+        desk.look(20)
+        weights = {spec.name: spec.weight for spec in plan.models}
+        served = set(sorted("abc", key=lambda name: -weights[name])[:2])
+        assert present(desk) == served
+        desk.lost |= dict.fromkeys(set("abc") - served, 1.0)
+        desk.look(60)
+        assert present(desk) == served
+        assert "roll back" not in desk.kinds()
 
 
 def test_nothing_goes_back_to_a_node_that_ends_though_less_is_served_without_it() -> None:
