@@ -99,7 +99,7 @@ class Candidates:
                 plans.append(Candidate("kept", running))
                 for how, plan in self.incremental(running):
                     plans.append(Candidate(how, self.completed(plan)))
-                plans.extend(self._swapped(running))
+                plans.extend(self._swapped(next((plan for how, plan in plans if how == "trimmed"), running)))
         return plans
 
     def incremental(self, running: Plan) -> Iterator[Candidate]:
@@ -344,8 +344,8 @@ class Candidates:
                 yield Candidate(f"emptying {node}", self._matched(running, left))
 
     def _swapped(self, running: Plan) -> Iterator[Candidate]:
-        """Yield the running plan without the emptiest of its GPUs of each type that is not the cheapest, the dearest
-        first. What lay there lies on cheaper GPUs, present or to come, and all else stays."""
+        """Yield the running plan, trimmed where it can be, without the emptiest of its GPUs of each type that is not
+        the cheapest, the dearest first. What lay there lies on cheaper GPUs, present or to come, and all else stays."""
         growth, present = set(self.running.growth) - self.running.by_node, (gpu.type for gpu in self.gpus)
         prices = self._elastic(dict.fromkeys([*self.running.growth, *present])).prices if growth else {}
         held = {gpu: sum(g.effective_share_pct for g in on) for gpu, on in running.by_gpu().items() if on}
