@@ -13,6 +13,7 @@ import pytest
 
 from tenuto.deployments.entry.service.python_handle import TenutoHandle
 from tests.deployments.entry.test_generation import BLOCKS, PROMPT, written
+from tests.instruments.asking import http_client
 from tests.instruments.live import PATIENCE_S, pids
 from tests.instruments.shared_deployment import SharedDeployment
 
@@ -46,7 +47,7 @@ def test_a_gpulet_on_two_gpus_is_shown_on_both(shared_url: str) -> None:
 async def test_streams_through_all_processes_are_those_of_generate(shared_url: str) -> None:
     url = shared_url
     expected = written(PROMPT, 24)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+    async with http_client(url) as client:
         asked = {"model": "real", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
         assert await asyncio.gather(*(ask(client, **asked) for _ in range(8))) == [expected] * 8
         async with client.stream(
@@ -67,7 +68,7 @@ async def test_streams_go_on_when_their_gpulet_is_taken_away_or_killed(shared: S
     url = shared.url
 
     async def all_whole(strike: Callable[[], None]) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        async with http_client(url) as client:
             asked = [{"model": "slow", "prompt": f"{n}", "max_tokens": 150} for n in range(6)]
             streams = [asyncio.create_task(ask(client, **each)) for each in asked]
             async with asyncio.timeout(PATIENCE_S):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
@@ -11,9 +12,27 @@ from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tests.instruments.live import PATIENCE_S
 
-__all__ = ["X", "answer", "outputs", "submit", "until", "until_ready"]
+if TYPE_CHECKING:
+    import openai
+
+__all__ = ["X", "answer", "http_client", "openai_client", "outputs", "submit", "until", "until_ready"]
 
 X = [np.array([1, 2], np.float32).tobytes()]
+
+
+def http_client(where: int | str | httpx.URL) -> httpx.AsyncClient:
+    """A client of a gateway, by its port or its URL. No TLS is asked: to read all certificates that this machine trusts
+    takes 25 ms of a core."""
+    url = f"http://127.0.0.1:{where}" if isinstance(where, int) else where
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=False)
+
+
+def openai_client(url: str, key: str = "none") -> "openai.AsyncOpenAI":
+    """OpenAI's own client, likewise."""
+    import openai
+
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_S, http_client=http)
 
 
 def submit(

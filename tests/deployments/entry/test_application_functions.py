@@ -10,7 +10,6 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -29,6 +28,7 @@ from tests.deployments.entry.test_applications import (
     plan,
     post_in_bytes,
 )
+from tests.instruments.asking import http_client
 from tests.instruments.fake_gpulet import finder
 from tests.instruments.live import PATIENCE_S
 
@@ -278,7 +278,7 @@ async def test_what_stages_hand_on_has_a_bound_and_what_is_beyond_is_refused() -
     served.gpulets["wider"].hold = True
     values = np.arange(WIDE, dtype=np.float32)  # 64 KiB
     asked = []
-    async with httpx.AsyncClient(base_url=served.client.base_url, timeout=PATIENCE_S) as client:
+    async with http_client(served.client.base_url) as client:
         async with asyncio.timeout(PATIENCE_S):
             while not any(each.done() for each in asked):
                 asked.append(asyncio.create_task(post_in_bytes(client, values)))

@@ -29,7 +29,7 @@ from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tests.deployments.entry.test_gateway import TENSOR, Bench
 from tests.deployments.gpulet.test_streaming_gpulet import OWN, start
-from tests.instruments.asking import until
+from tests.instruments.asking import http_client, until
 from tests.instruments.fake_gpulet import SIGNATURE, FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -326,7 +326,7 @@ async def test_a_client_that_leaves_takes_all_its_stages_along(served: Served) -
     other = [asyncio.create_task(served.infer(name)) for name in ("m", "n")]
     for name in ("m", "n"):
         await asyncio.wait_for(served.gpulets[name].arrived.wait(), PATIENCE_S)
-    async with httpx.AsyncClient(base_url=served.client.base_url, timeout=PATIENCE_S) as leaving:
+    async with http_client(served.client.base_url) as leaving:
         asked = asyncio.create_task(leaving.post("/v2/models/app/infer", json=diamond(2)))
         async with asyncio.timeout(PATIENCE_S):
             while await served.open_requests() != {"m": 2, "n": 2}:
@@ -627,7 +627,7 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_is_left(serv
         answer = await client.post("/v2/models/app/infer", content=head + values.tobytes(), headers=headers)
         statuses.append(answer.status_code)
 
-    async with httpx.AsyncClient(base_url=served.client.base_url, timeout=PATIENCE_S) as client:
+    async with http_client(served.client.base_url) as client:
         asked = []
         for _ in range(60):
             asked.append(asyncio.create_task(ask(client)))

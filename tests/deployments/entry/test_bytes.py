@@ -33,7 +33,7 @@ from tenuto.profiles.networks.inputs import as_blocks, blank_inputs
 from tenuto.profiles.networks.model_options import RunOptions
 from tenuto.profiles.networks.programs import Member, lone_program, prepare_program
 from tests.deployments.gpulet.test_streaming_gpulet import OWN, make_plan, start
-from tests.instruments.asking import until_ready
+from tests.instruments.asking import http_client, until_ready
 from tests.instruments.live import PATIENCE_S
 
 torch = pytest.importorskip("torch")
@@ -65,7 +65,7 @@ class Served:
 
     def __init__(self) -> None:
         self.port, self.grpc_port = unused_port(), unused_port()
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
+        self.client = http_client(self.port)
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}")
         self.server: BundleServer | None = None
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,7 +23,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.placement import Plan
-from tests.instruments.asking import until_ready
+from tests.instruments.asking import http_client, until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -41,7 +40,7 @@ class Counted:
     def __init__(self) -> None:
         self.gpulet = FakeGpulet("a", ("m",))
         self.port = unused_port()
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
+        self.client = http_client(self.port)
         self.server: BundleServer | None = None
         self.told: Counter[str] = Counter()
         self.samples_run = 0

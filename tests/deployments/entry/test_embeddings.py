@@ -19,6 +19,7 @@ from tenuto.deployments.wire.tensors import Blocks
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, TextInput, text_signature
 from tenuto.profiles.networks.preprocess import open_tokenizer
 from tests.deployments.entry.test_gateway import Bench
+from tests.instruments.asking import openai_client
 from tests.instruments.encoders import WORDS, save_tokenizer
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
@@ -277,7 +278,7 @@ async def test_a_key_has_its_models_and_pays_for_the_tokens_of_texts(bench: Benc
 
 async def test_openais_own_client_gets_its_vectors(bench: Bench) -> None:
     openai = pytest.importorskip("openai")
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{bench.port}/v1", api_key="none") as client:
+    async with openai_client(f"http://127.0.0.1:{bench.port}/v1") as client:
         for encoding in ({}, {"encoding_format": "float"}):
             found = await client.embeddings.create(model="m", input=["the cat", "dog"], **encoding)
             assert [each.embedding for each in found.data] == [[4.0, 14.0], [3.0, 15.0]]

@@ -26,7 +26,7 @@ from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.status import Beside, ControllerStatus, Event
 from tenuto.placement import Plan
-from tests.instruments.asking import until_ready
+from tests.instruments.asking import http_client, until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -74,7 +74,7 @@ async def gateways() -> AsyncIterator[list[tuple[Entry, httpx.AsyncClient]]]:
                 }
             )
         )
-        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=PATIENCE_S)
+        client = http_client(ports[0])
         client.operators = f"http://127.0.0.1:{ports[1]}"  # type: ignore[attr-defined]
         made.append((entry, client))
         await until_ready(client)
@@ -176,7 +176,7 @@ async def test_what_no_plan_has_is_shown_where_no_controller_ends_it() -> None:
 
     entry = Entry(finder({"n0/0/a": gpulet}), ask_beside=ask)
     await entry.follow(read_gateway_config({"plan": plan.to_data(), "listen": {"port": port}}))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+    async with http_client(port) as client:
         for page in ("/status", "/live"):
             assert (await client.get(page)).json()["strays"] == ["gpulet-n0-1-a"]
     await entry.close()

@@ -17,7 +17,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.asking import until, until_ready
+from tests.instruments.asking import http_client, until, until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -32,7 +32,7 @@ class Bench:
         self.port = unused_port()
         self.is_closed = False
         self.entry = Entry(finder(self.gpulets), **options)
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
+        self.client = http_client(self.port)
 
     async def follow(self, plan: Plan, *, port: int | None = None, scheduler: str = "eager", **options: Any) -> None:
         listen = {"host": "127.0.0.1", "port": port or self.port}
@@ -198,10 +198,10 @@ async def test_a_new_plan_is_followed_by_connections_that_are_open(bench: Bench)
     assert (await bench.infer("n")).status_code == 404
     moved = unused_port()
     await bench.follow(PLAN, port=moved)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{moved}", timeout=PATIENCE_S) as client:
+    async with http_client(moved) as client:
         assert (await client.get("/v2/health/live")).status_code == 200
     with pytest.raises(httpx.ConnectError):
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bench.port}") as client:
+        async with http_client(bench.port) as client:
             await client.get("/v2/health/live")
 
 

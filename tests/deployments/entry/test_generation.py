@@ -31,7 +31,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.profiles.generation import StepCost
 from tenuto.profiles.networks.generating import Generator
-from tests.instruments.asking import until, until_ready
+from tests.instruments.asking import http_client, openai_client, until, until_ready
 from tests.instruments.live import PATIENCE_S
 
 pytest.importorskip("transformers")
@@ -98,7 +98,7 @@ class Bench:
         self.grpc_port = 0  # none
         self.unfinished_mib = 512
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S)
+        self.client = http_client(self.url)
 
     async def start(self, **settings: Any) -> None:
         self.replicas = {
@@ -598,7 +598,7 @@ def openai() -> Any:
 
 
 async def test_openais_own_package_works_unchanged(openai: Any, bench: Bench) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     assert [model.id async for model in client.models.list()] == ["real", "slow", "mute"]
     plain = await client.completions.create(model="real", prompt=PROMPT, max_tokens=24, temperature=0)
     assert plain.choices[0].text == written(PROMPT, 24)
@@ -731,7 +731,7 @@ async def test_a_key_has_its_models_and_its_rate_of_tokens() -> None:
 
 
 async def test_choices_of_a_request_are_generations_of_their_own(openai: Any, bench: Bench) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     asked = {"model": "real", "max_tokens": 12, "temperature": 1.0, "seed": 7}
     prompts = [PROMPT, "Two"]
     alone = [
@@ -799,7 +799,7 @@ def directly() -> Any:
 async def test_log_probabilities_are_the_models_own_whole_and_streamed(
     openai: Any, directly: Any, bench: Bench
 ) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     asked = {"model": "real", "prompt": PROMPT, "max_tokens": 8, "seed": 4, "logprobs": 3, "echo": True}
     whole = (await client.completions.create(**asked)).choices[0]
     told, prompt = whole.logprobs, list(PROMPT.encode())
@@ -842,7 +842,7 @@ async def test_log_probabilities_are_the_models_own_whole_and_streamed(
 
 
 async def test_a_bias_and_the_fewest_tokens_are_kept(openai: Any, bench: Bench) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     asked = {"model": "real", "prompt": PROMPT, "max_tokens": 6}
     forced = await client.completions.create(**asked, logit_bias={"97": 100})
     assert forced.choices[0].text == "aaaaaa"
@@ -864,7 +864,7 @@ async def test_a_bias_and_the_fewest_tokens_are_kept(openai: Any, bench: Bench) 
 
 
 async def test_an_emulated_gpu_makes_up_no_probabilities(openai: Any, bench: Bench) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     refused: tuple[dict[str, Any], ...] = (
         {"logprobs": 1},
         {"logit_bias": {"97": 1}},
@@ -897,7 +897,7 @@ SHOP = {
 async def test_an_answer_keeps_its_schema(openai: Any, bench: Bench) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     pytest.importorskip("llguidance")
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     messages = [{"role": "user", "content": "Is it open?"}]
     blanks = {str(blank): -100 for blank in b" \t\r\n"}  # of which a model that nobody trained writes many
     asked: dict[str, Any] = {"model": "real", "messages": messages, "max_tokens": 200, "logit_bias": blanks}

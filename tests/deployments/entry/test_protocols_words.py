@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.instruments.asking import http_client
 from tests.instruments.live import PATIENCE_S
 from tests.instruments.served_grpc import Served, served
 
@@ -28,7 +29,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 @pytest.fixture
 async def client(served: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE_S) as made:
+    async with http_client(served.port) as made:
         yield made
 
 

@@ -24,6 +24,7 @@ from tenuto.profiles.networks.catalogue import GenerationLimits
 from tenuto.profiles.networks.generating import Ending, Generator, StepRan
 from tests.deployments.entry import test_generation
 from tests.deployments.entry.test_generation import SLO, Bench
+from tests.instruments.asking import openai_client
 from tests.instruments.chat_templates import WHY_NONE, chat_templates, response_template
 from tests.instruments.forking import ROOT
 
@@ -243,7 +244,7 @@ async def test_openais_own_package_gets_calls_whole_and_streamed(
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
     text = f"<think>\nLet me see.\n</think>\n\nI look.\n{call}\n{call}"
     script(monkeypatch, bench.generator("b", "slow"), opened(folders["qwen3"]).encode(text, is_chat=True))
-    client = openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(f"{bench.url}/v1")
     asked = {"model": "slow", "messages": [USER], "tools": [TOOL], "tool_choice": "auto", "n": 2}
     whole = await client.chat.completions.create(**asked)
     choices: dict[int, dict[str, Any]] = {n: {"content": "", "reasoning_content": "", "calls": []} for n in range(2)}

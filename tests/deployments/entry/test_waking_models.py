@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
 from tenuto.placement import Plan
 from tenuto.placement.plan_edits import with_idle
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
-from tests.instruments.asking import until
+from tests.instruments.asking import http_client, until
 
 START_S = 7.0
 STAGES = [{"model": "m", "shared": True}, {"model": "n", "after": ["m"], "shared": True}]
@@ -127,6 +126,6 @@ async def test_who_has_no_key_wakes_nothing(bench: Bench) -> None:
     await bench.follow(IDLE, keys=[])
     assert await arrived(bench) == 0
     await until(lambda: bench.gpulets["a"].is_connected)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bench.port}") as client:
+    async with http_client(bench.port) as client:
         answer = await client.post("/v2/models/n/infer", json={"inputs": [TENSOR]}, headers={"x-slo-ms": "500"})
     assert answer.status_code == 503

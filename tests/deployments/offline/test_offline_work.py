@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types import Batch
@@ -25,7 +24,7 @@ from tests.deployments.entry import test_generation
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
 from tests.deployments.offline.test_batch_store import KEY, batch_of
 from tests.deployments.offline.test_batch_store import begun as begun_on_disk
-from tests.instruments.asking import PATIENCE_S, until
+from tests.instruments.asking import PATIENCE_S, http_client, openai_client, until
 from tests.instruments.fake_gpulet import FakeGpulet
 
 URL = "/v2/models/m/infer"
@@ -75,7 +74,7 @@ class Offline:
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
         url = f"http://127.0.0.1:{self.bench.port}/v1"
-        made = openai.AsyncOpenAI(base_url=url, api_key=KEYS.get(key, key), max_retries=0, timeout=PATIENCE_S)
+        made = openai_client(url, KEYS.get(key, key))
         self._clients.append(made)
         return made
 
@@ -376,7 +375,7 @@ async def test_only_gateways_reach_the_store(offline: Offline) -> None:
     place = await offline.work.listen("127.0.0.1", encrypted=False)
     port = place.address[1]
     named = {"x-tenuto-client": "anna", "x-tenuto-token": "guessed"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as direct:
+    async with http_client(port) as direct:
         assert (await direct.get("/v1/files", headers=named)).status_code == 403
     lied = {"authorization": f"Bearer {KEYS['ben']}", "x-tenuto-client": "anna"}
     anna = offline.client("anna")

@@ -14,7 +14,7 @@ from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tests.deployments.entry.test_fellows import gateways  # noqa: F401  # two of them, with a controller
-from tests.instruments.asking import until_ready
+from tests.instruments.asking import http_client, until_ready
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -78,7 +78,7 @@ async def test_one_gateway_that_schedules_by_itself() -> None:
     options = {"scheduler": {"name": "deferred", "options": {"rehearse": True}}}
     config = {"plan": make_plan(("a", ("m",))).to_data(), "listen": {"port": port}, **options}
     await entry.follow(read_gateway_config(config))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+    async with http_client(port) as client:
         await until_ready(client)
         compare("one_gateway", await shapes_of(client, ""))
     await entry.close()
