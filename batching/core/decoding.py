@@ -46,6 +46,7 @@ class TokenSequence:
     blocks: int = 0  # held while it reads or ends
     state: int = WAITING
     epoch: int = 0  # times that it was preempted
+    round: int = 0  # in which its client has its turn
 
 
 class Decoding:

@@ -180,6 +180,7 @@ class StepScheduler:
         self._known: dict[int, TokenSequence] = {}
         self._queue: deque[TokenSequence] = deque()
         self._queued = 0
+        self._round, self._rounds = 0, dict[str, int]()  # of what began last, and of each client's newest
         self._running: dict[int, TokenSequence] = {}  # that read or decode, in order of admission
         self._reading: TokenSequence | None = None
         self._ending = 0
@@ -279,6 +280,7 @@ class StepScheduler:
         *,
         has_begun: bool = False,
         offline: bool = False,
+        client: str = "",
     ) -> Unkept | None:
         """Take a sequence that writes at most so many tokens; return why it cannot run, or None.
 
@@ -291,13 +293,16 @@ class StepScheduler:
             tpot_ms: the mean time allowed for each further token.
             has_begun: it wrote tokens elsewhere, and the order does not turn it away.
             offline: it takes only what no other sequence needs, and the order does not turn it away.
+            client: who asks; clients of offline sequences take turns.
         """
         why_not = self._too_long(prompt_tokens, output_tokens)
         if why_not is not None:
             return Unkept(Rule.LENGTH, f"{prompt_tokens} prompt and {output_tokens} output tokens{why_not}")
         if offline:
             self._offline = self._offline or StepScheduler(self.limits, beside=self)
-            return self._offline.add(sequence, prompt_tokens, output_tokens, now_ms, first_by_ms, tpot_ms)
+            return self._offline.add(
+                sequence, prompt_tokens, output_tokens, now_ms, first_by_ms, tpot_ms, client=client
+            )
         order = self._order
         self._ttfts.add(first_by_ms - now_ms)
         self._allowed_tpots.add(tpot_ms)
@@ -320,9 +325,22 @@ class StepScheduler:
             heappush(self._give_ups, (latest_ms, sequence, taken))
         if not self._queued:
             self._is_blocked = False
-        self._queue.append(taken)
+        if self._beside is None:
+            self._queue.append(taken)
+        else:
+            self._queue_in_turn(taken, client)
         self._queued += 1
         return None
+
+    def _queue_in_turn(self, taken: TokenSequence, client: str) -> None:
+        """Queue a sequence so that each client begins one in every round."""
+        if self._head() is None:
+            self._rounds.clear()
+        taken.round = self._rounds[client] = max(self._round, self._rounds.get(client, -1) + 1)
+        place = len(self._queue)
+        while place and self._queue[place - 1].round > taken.round:
+            place -= 1
+        self._queue.insert(place, taken)
 
     def _too_long(self, prompt_tokens: int, output_tokens: int) -> str | None:
         """Return why so many tokens never run here; None if they do."""
@@ -507,6 +525,7 @@ class StepScheduler:
                 return
             self._queue.popleft()
             self._queued -= 1
+            self._round = max(self._round, one.round)
             self._running[one.name] = one
             one.state = READING
             tokens = min(left, one.todo)

@@ -242,6 +242,7 @@ class Dispatcher:
         client_id: str = "",
         made: Sequence[int] = (),
         offline: bool = False,
+        client: str = "",
     ) -> OpenGeneration:
         """Generate after a prompt; `asker` is told of each token.
 
@@ -256,6 +257,7 @@ class Dispatcher:
             client_id: the client's id of the request.
             made: tokens that `asker` was told of by a dispatcher that is gone; it is told of those behind them.
             offline: its steps cost no other generation its bounds; only a full queue refuses it.
+            client: the name of the key that asks; those whose generations wait offline take turns.
 
         Raises:
             KeyError: the plan has no such model.
@@ -264,7 +266,17 @@ class Dispatcher:
         arrived = self._core.time.clock_ms if arrived_ms is None else arrived_ms
         bounds = arrived, arrived + ttft_ms, tpot_ms
         generation = OpenGeneration(
-            -1, model, *bounds, client_id, prompt, sampling, asker, list(made), len(made), offline=offline
+            -1,
+            model,
+            *bounds,
+            client_id,
+            prompt,
+            sampling,
+            asker,
+            list(made),
+            len(made),
+            offline=offline,
+            client=client,
         )
         self._batches.generations.begin(generation, self._max_queued)
         return generation

@@ -330,6 +330,7 @@ class BundleServer:
                 client_id=message.client_id,
                 made=message.made,
                 offline=message.offline,
+                client=message.client,
             )
         except KeyError:
             tokens.fail(Refused(Outcome.FAILED, f"'{message.model}' was removed from the plan"))

@@ -246,7 +246,7 @@ class OpenGeneration(msgspec.Struct, eq=False):
     """A generation from its admission to its end. Times are ms on this process' clock; those of tokens are NaN before
     there are any. `gpulet` is where it runs, and `number` is its number there. `made` are its tokens, also those that
     it `had` when it came here. `was_retried`: it lost a process, and has made no token since. `offline`: it may cost no
-    other its bounds."""
+    other its bounds; `client` is the key that asks."""
 
     number: int
     name: str
@@ -264,6 +264,7 @@ class OpenGeneration(msgspec.Struct, eq=False):
     last_ms: float = math.nan
     was_retried: bool = False
     offline: bool = False
+    client: str = ""
 
     @property
     def tokens(self) -> int:
@@ -308,4 +309,4 @@ class OpenGeneration(msgspec.Struct, eq=False):
         """Return it as it is asked of another process."""
         first_in_ms = math.inf if self.made else self.first_by_ms - now_ms
         question = self.number, self.name, self.prompt, self.sampling, first_in_ms, self.tpot_ms, self.client_id
-        return Generate(*question, self.made, self.offline)
+        return Generate(*question, self.made, self.offline, self.client)

@@ -92,7 +92,9 @@ class OpenSequences:
             return
         lengths = len(prompt) + len(made), sampling.max_tokens - len(made)
         bounds = now_ms, first_by_ms, message.tpot_ms
-        unkept = self._scheduler.add(number, *lengths, *bounds, has_begun=bool(made), offline=message.offline)
+        unkept = self._scheduler.add(
+            number, *lengths, *bounds, has_begun=bool(made), offline=message.offline, client=message.client
+        )
         if unkept is not None:
             wait_s = None if unkept.wait_ms is None else unkept.wait_ms / 1000.0
             rejected = Refused(Outcome.REJECTED, unkept.why, wait_s, self._id, unkept.rule)

@@ -154,7 +154,8 @@ class BatchFailed(_Message, tag=6):
 class Generate(_Message, tag=18):
     """Generate after this prompt. The sender numbers its sequences. `first_in_ms`: the time that is left for the first
     token; `tpot_ms`: the mean time allowed for each further one. Both are infinite where there is no bound. `made` are
-    tokens that the sequence got elsewhere: it goes on behind them. `offline`: it may cost no other its bounds."""
+    tokens that the sequence got elsewhere: it goes on behind them. `offline`: it may cost no other its bounds, and
+    takes turns with those of other keys than `client`."""
 
     number: int
     model: str
@@ -165,6 +166,7 @@ class Generate(_Message, tag=18):
     client_id: str
     made: list[int] = []  # msgspec copies defaults
     offline: bool = False
+    client: str = ""
 
 
 class StopGenerating(_Message, tag=19):

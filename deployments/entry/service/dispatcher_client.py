@@ -274,12 +274,13 @@ class DispatcherClient:
         tpot_ms: float = math.inf,
         client_id: str = "",
         offline: bool = False,
+        client: str = "",
     ) -> OpenGeneration:
         """Generate after a prompt; see `Dispatcher.generate`."""
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         bounds = arrived, arrived + ttft_ms, tpot_ms
         generation = OpenGeneration(
-            next(self._numbers), model, *bounds, client_id, prompt, sampling, asker, offline=offline
+            next(self._numbers), model, *bounds, client_id, prompt, sampling, asker, offline=offline, client=client
         )
         peer = self._group_of[model].scheduling()
         if peer is None:

@@ -188,6 +188,7 @@ class GenerationCall(msgspec.Struct, eq=False):
                 tpot_ms=tpot_ms,
                 client_id=self._id,
                 offline=offline,
+                client=self._exchange.key,
             )
             if choice.is_over:  # it was refused at once, and the others with it
                 return

@@ -489,6 +489,7 @@ class RunningGraph:
                 tpot_ms=tpot_ms,
                 client_id=self.client_id,
                 offline=self._offline,
+                client="" if self._caller is None else self._caller.name,
             )
         except KeyError:
             text.close()

@@ -120,6 +120,22 @@ def test_a_cancelled_offline_sequence_is_forgotten() -> None:
     assert steps.free_blocks == steps.blocks
 
 
+def test_clients_of_offline_sequences_take_turns() -> None:
+    steps = StepScheduler(StepLimits(1, 64, 1000, block_tokens=4))
+    for number, client in enumerate("aaaabac"):
+        steps.add(number, 5, 1, offline=True, client=client)
+    order = []
+    while (step := steps.decide()) is not None:
+        order += [name for name, _, read in step.chunks if not read]
+        steps.done(step)
+        if order == [0, 4]:
+            steps.add(7, 5, 1, offline=True, client="b")  # it has had its turn in this round
+    assert order == [0, 4, 6, 1, 7, 2, 3, 5]
+    for number, client in enumerate("ab", 8):  # nothing waits: all begin anew
+        steps.add(number, 5, 1, offline=True, client=client)
+    assert [name for name, *_ in decide(steps).chunks] == [8]
+
+
 def test_one_whose_client_waits_no_longer_is_given_up() -> None:
     steps = StepScheduler(StepLimits(1, 64, 1000, block_tokens=4))
     steps.add(1, 5, 50)
