@@ -2,9 +2,10 @@
 
 Small: 2 to 6 models on 2 to 6 V100s; then rates change, a model goes or comes, or a GPU is gone. The plan near the old
 one is made without a limit and with 0 to 3 changes allowed, and judged by `tests/instruments/near_plans.py`. Large: a
-tenth of the models takes half as much again, a hundredth goes, and as many come.
+tenth of the models takes half as much again, a hundredth goes, and as many come. With `--wake` one model that had left
+comes back instead, as the controller's planner sees it: a model that was idle and is asked again.
 
-Run: python lab/benchmarks/bench_near.py [--seeds 20] [--first-seed 0] [--models 1000 --gpus 1000 --policy symphony]
+Run: python lab/benchmarks/bench_near.py [--seeds 20] [--first-seed 0] [--models 1000 --gpus 1000 [--wake]]
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from placement_scenes import machine, mixed_workload, thesis
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, load_policy, solve
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.planner import PlanTask, RunningPlan
+from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.plan_edits import for_workload
+from tenuto.placement.planner import ChangeTerms, Durations, PlanRequest, PlanTask, RunningPlan, propose
 from tenuto.placement.planner.completion import check_plan
-from tenuto.placement.planner.minimal_change import plan_with_fewest_changes
+from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest_changes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.instruments.near_plans import POLICIES, judged
@@ -77,6 +80,23 @@ def large(count: int, gpus: int, policy: str, seed: int) -> None:
             print(f"at most {limit}: {error}", flush=True)
 
 
+def woken(count: int, gpus: int, policy: str, seeds: range) -> None:
+    """Time the planner's answer when one model comes back."""
+    on, profiles, used = Cluster.parse(f"v100:{gpus}"), thesis(), PolicyUsed(name=policy)
+    for seed in seeds:
+        workload = mixed_workload(count, count * 100.0, seed)
+        plan, away = solve(load_policy(policy), workload, on, profiles), random.Random(seed).choice(workload.models)
+        models = tuple(spec for spec in workload.models if spec != away)
+        left = for_workload(plan, workload.model_copy(update={"models": models}))
+        traffic = Traffic(Traffic.declared(workload.models).mean_rps, sigmas=3.0)
+        terms = ChangeTerms(traffic.mean_rps, Durations(10.0, 3.0), 300.0, 0.2, 30.0)
+        request = PlanRequest(workload, on.gpus, used, RunningPlan(left, traffic, terms))
+        cpu = time.process_time()
+        answer = propose(request, profiles)
+        took, changes = time.process_time() - cpu, 0 if answer.plan is None else changes_of(left, answer.plan)
+        print(f"{seed}: {took:.2f} s of CPU time, {answer.how}, changes: {changes}, {answer.worth.why}", flush=True)
+
+
 def main() -> None:
     """Judge small cases, or time a large one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,9 +105,12 @@ def main() -> None:
     parser.add_argument("--models", type=int)
     parser.add_argument("--gpus", type=int, default=1000)
     parser.add_argument("--policy", default="symphony")
+    parser.add_argument("--wake", action="store_true")
     asked = parser.parse_args()
     print(machine("numpy", "scipy"))
-    if asked.models:
+    if asked.wake:
+        woken(asked.models, asked.gpus, asked.policy, range(asked.first_seed, asked.first_seed + asked.seeds))
+    elif asked.models:
         large(asked.models, asked.gpus, asked.policy, asked.first_seed)
     else:
         small(range(asked.first_seed, asked.first_seed + asked.seeds))

@@ -67,7 +67,8 @@ class Candidates:
         self.to_come: dict[str, Gpu] = {}
 
     def all(self) -> list[Candidate]:
-        """Return all candidates."""
+        """Return all candidates; when only models that came are missing in what runs, and it has room for them, those
+        that add them."""
         present = Counter(gpu.type for gpu in self._uncut)
         types = tuple(dict.fromkeys([*present, *self.running.growth]))
         if not types:
@@ -75,6 +76,12 @@ class Candidates:
             return []
         anew: Plan | None = None
         plans: list[Candidate] = []
+        held = {replica.name for gpulet in self.running.plan.gpulets for replica in gpulet.models}
+        came = {spec.name for spec in self.workload.models} - held
+        with self._faults_noted():
+            if held and came and (plans := list(self._with_models_that_came(came))):
+                self.needed_gpus = gpus_used(plans[0].plan)
+                return plans
         with self._faults_noted():
             anew = self._planned_anew(self._elastic(types))
             self.needed_gpus, limits = gpus_used(anew), self.running.limits
@@ -102,6 +109,31 @@ class Candidates:
                 plans.extend(self._swapped(next((plan for how, plan in plans if how == "trimmed"), running)))
         return plans
 
+    def _with_models_that_came(self, came: Collection[str]) -> Iterator[Candidate]:
+        """Yield the running plan with models that none of its gpu-lets holds: placed where it takes least, and as the
+        policy places them beside it. Nothing that carries less than all of these, or less of another model."""
+        running = self.completed(self._with_larger_batches(for_workload(self.running.plan, self.workload)))
+        missing = self.missing(running)
+        if missing.keys().isdisjoint(came):
+            return
+        enough = (1.0 - SLIGHT) * self.running.attainment
+        promised = self._outlooks.promised(running, self.running.traffic)[0]
+        least = {n: min(enough, part) for n, part in promised.items()} | dict.fromkeys(missing.keys() & came, enough)
+        most = {name: SLIGHT + (0.0 if name in came else part) for name, part in missing.items()}
+        arranged = self._arranged(running, least, self.running.traffic)
+        for how, plan in (("arranged", arranged), ("extended", self._extended(running, missing))):
+            done = None if plan is None else self.completed(plan)
+            if done is None or self.unmet_wishes(done) > self._unmet_before:
+                continue
+            if all(part <= most.get(name, SLIGHT) for name, part in self.missing(done).items()):
+                yield Candidate(how, done)
+
+    def _arranged(self, running: Plan, parts: Mapping[str, float], traffic: Traffic | None = None) -> Plan:
+        """Return the running plan with as many more replicas as it takes to promise these parts of the traffic, by
+        default of the declared rates, where models ask to lie."""
+        plan = running.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in self.gpus)})
+        return self._with_larger_batches(self.completed(plan, parts, traffic))
+
     def incremental(self, running: Plan) -> Iterator[Candidate]:
         """Yield the plans that leave the gpu-lets of a running plan of the workload where they are, not completed."""
         missing = self.missing(running)
@@ -113,9 +145,8 @@ class Candidates:
         elif self.running.terms is not None and len(set(_weights(self.workload).values())) > 1:
             yield Candidate("in place of others", self._in_place_of_others(running, missing))
         if self.asks_for_places:
-            gpus = tuple(PlannedGpu.of(gpu) for gpu in self.gpus)
-            plan = self.completed(running.model_copy(update={"gpus": gpus}), adds_replicas=True)
-            yield Candidate("arranged", self._with_larger_batches(plan))
+            parts = {spec.name: 1.0 for spec in self.workload.models}
+            yield Candidate("arranged", self._arranged(running, parts))
 
     @contextmanager
     def _faults_noted(self) -> Iterator[None]:
@@ -418,15 +449,16 @@ class Candidates:
         task = replace(self._as_measured(workload, cluster), traffic=traffic, attainment=attainment)
         return self._as_profiled(plan_anew(task), workload)
 
-    def completed(self, plan: Plan, *, adds_replicas: bool = False) -> Plan:
-        """Return a plan near what runs with what follows from it; when it adds replicas, with as many more as it takes
-        to serve all where models ask to lie. What runs goes on with the same GPUs, MPS and streaming."""
+    def completed(self, plan: Plan, parts: Mapping[str, float] | None = None, traffic: Traffic | None = None) -> Plan:
+        """Return a plan near what runs with what follows from it; with as many more replicas as it takes to promise
+        these parts of the traffic. What runs goes on with the same GPUs, MPS and streaming."""
         running, task = self.running.plan, self._as_measured(self.workload, self._task.cluster.as_cut)
         workload = task.workload.model_copy(update={"mps": running.mps, "streaming": running.streaming})
         bare = for_workload(plan, workload).model_copy(update={"believed": None})
-        parts = {spec.name: 1.0 for spec in workload.models} if adds_replicas else {}
-        at_most = None if adds_replicas else 0
-        done = complete_successor(bare, running, replace(task, workload=workload), parts=parts, at_most=at_most)
+        task = replace(task, workload=workload, traffic=traffic)
+        at_most = 0 if parts is None else None
+        parts = {spec.name: parts[spec.name] for spec in workload.models if spec.name in parts} if parts else {}
+        done = complete_successor(bare, running, task, parts=parts, at_most=at_most)
         return self._as_profiled(done, self.workload).model_copy(update={"gpus": plan.gpus})
 
     def _as_measured(self, workload: Workload, cluster: Cluster) -> PlanTask:
@@ -493,7 +525,7 @@ def _independent_parts(plan: Plan) -> Iterator[Plan]:
     part_of = {member: index for index, each in enumerate(together) for member in each}
     gpulets: dict[int, list[Gpulet]] = defaultdict(list)
     for gpulet in plan.gpulets:
-        gpulets[part_of[gpulet.gpu,]].append(gpulet)
+        gpulets[part_of[members_of(gpulet)[0]]].append(gpulet)
     for index, own in gpulets.items():
         models = tuple(spec for spec in plan.models if spec.name in together[index])
         yield plan.model_copy(update={"gpulets": tuple(own), "models": models})

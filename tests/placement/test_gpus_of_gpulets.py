@@ -45,7 +45,7 @@ KNOWN = {
     ("placement/planner/gpu_matching.py", "match_to_running"): NAME,
     ("placement/planner/gpu_matching.py", "renamed"): NAME,
     ("placement/planner/batch_growth.py", "enlarge_batches"): SINGLE,
-    ("placement/planner/candidates.py", "_extended"): SINGLE,
+    ("placement/planner/candidates.py", "_in_place_of_others"): SINGLE,
     ("deployments/dispatch/fleet.py", "descriptions"): ALL,
     ("deployments/entry/service/dispatcher_client.py", "gpulets"): ALL,
     ("tenuto/cli/live_picture.py", "_notes"): ALL,

@@ -16,12 +16,14 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, so
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.plan_edits import for_workload
 from tenuto.placement.planner import PlanRequest, PlanTask, RunningPlan, propose
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import CUTTING_S, not_ready
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.generating import PROFILES, ByForm, cluster, writes
+from tests.instruments.near_plans import changed_scene
 from tests.instruments.plans import gpu, make_plan, request
 from tests.instruments.plans import running as running_plan
 
@@ -118,6 +120,45 @@ def test_without_the_policy_there_are_standby_processes_all_the_same() -> None:
     assert (found.plan, found.worth.pays) == (None, False)
     assert "unknown policy" in found.worth.why
     assert [standby.gpulet.gpu for standby in found.standby] == ["n0/1"]
+
+
+@pytest.mark.parametrize("policy", ["symphony", "gpulet", "usher"])
+def test_a_model_that_comes_is_added_to_what_runs_where_there_is_room(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of random plans, each model in turn left and comes back. Where there is room, nothing is planned anew, no gpu-let
+    ends, and no other model is carried less."""
+    ways = Counter[bool]()
+    for seed in range(4):
+        workload, _, cluster, _, profiles = changed_scene(seed, policy)
+        whole = solve(load_policy(policy), workload, cluster, profiles)
+        for spec in workload.models:
+            left = workload.model_copy(update={"models": tuple(other for other in workload.models if other != spec)})
+            runs = running_plan(for_workload(whole, left), Traffic.declared(workload.models))
+            candidates = Candidates(PlanTask(load_policy(policy), workload, cluster, profiles, running=runs))
+            with monkeypatch.context() as patch:
+                patch.setattr(Candidates, "_planned_anew", asked_for_everything)
+                try:
+                    plans = candidates.all()
+                except LookupError:
+                    ways[False] += 1
+                    continue
+            ways[True] += 1
+            assert {how for how, _ in plans} <= {"arranged", "extended"}
+            for _, plan in plans:
+                assert {g.id: g.gpu for g in runs.plan.gpulets}.items() <= {g.id: g.gpu for g in plan.gpulets}.items()
+                lacks, before = candidates.missing(plan), candidates.missing(runs.plan)
+                assert spec.name not in lacks
+                assert all(part <= before.get(name, 0.0) + 2e-3 for name, part in lacks.items())
+            found = propose(PlanRequest(workload, cluster.gpus, whole.policy, runs), profiles)
+            assert found.worth.pays
+            assert found.plan is not None
+            assert found.needed_gpus
+    assert ways[True] > ways[False]
+
+
+def asked_for_everything(self: Candidates, cluster: Cluster) -> Plan:
+    raise LookupError("the policy is asked for everything")
 
 
 # --- GPUs that plans may cut into MIG instances -------------------------------------------------------------------
