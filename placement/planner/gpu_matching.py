@@ -87,7 +87,14 @@ def match_to_running(
         for column, gpulets_there in enumerate(held):
             for model in _models(gpulets_there):
                 lies_on[model].append(column)
+        first: dict[object, int] = {}  # rows of planned GPUs that hold alike gpu-lets are equal
         for row, name in enumerate(new):
+            alike = tuple(
+                (g.share_pct, g.memory_mib, g.also_on, *map(id, (*g.models, *g.merge))) for g in planned[name]
+            )
+            if first.setdefault(alike, row) != row:
+                values[row] = values[first[alike]]
+                continue
             for column in {column for model in _models(planned[name]) for column in lies_on[model]}:
                 going_on = pairs(planned[name], present[column])
                 values[row, column] = _value(planned[name], held[column], present[column], going_on)
