@@ -311,15 +311,18 @@ class _ReplicaAdder:
         yield self._nothing
         yield from failure_domains(self._plan, [spec for spec in self._specs.values() if spec.survive])
 
-    def _short(self, plan: Plan, domain: FailureDomain) -> dict[str, float]:
-        """Return by how many requests per second models fall short of what they are to keep after a loss."""
+    def _short(self, plan: Plan, domain: FailureDomain, *, is_sure: bool = True) -> dict[str, float]:
+        """Return by how many requests per second models fall short of what they are to keep after a loss; unless it is
+        to be sure, of what the formulas give, of which plans promise no more."""
         if domain.gpus:
             left = domain.without(plan)
             expected = shared_parts(left, self._outlooks.of(left, is_cautious=True).parts)
             parts = least_parts(self._trial(left) if self._trial is not None else None, left, expected)
         else:
             traffic = self._scene.traffic
-            parts = self._outlooks.promised(plan, traffic)[0] if self._promises else self._outlooks.of(plan).parts
+            parts = self._outlooks.of(plan, traffic if self._promises else None).parts
+            if is_sure and self._promises:
+                parts = self._outlooks.with_margin(plan, parts, traffic)[0]
         short = {}
         for name in domain.models:
             spec = self._specs[name]
@@ -330,12 +333,12 @@ class _ReplicaAdder:
                 short[name] = missing * spec.rate_rps
         return short
 
-    def _short_with(self, place: _Place, plan: Plan, short: Mapping[str, float]) -> dict[str, float]:
+    def _short_with(self, place: _Place, plan: Plan, short: Mapping[str, float], *, is_sure: bool) -> dict[str, float]:
         """Return what `_short` does, while nothing is lost, of the plan with a place taken. `short` is that without it:
         what the place does not connect serves what it did."""
         changed = plan.model_copy(update={"gpulets": connected_with([place.gpulet], plan.gpulets)})
         connected = {replica.name for gpulet in changed.gpulets for replica in gpulet.models}
-        own = self._short(changed, replace(self._nothing, models=self._nothing.models & connected))
+        own = self._short(changed, replace(self._nothing, models=self._nothing.models & connected), is_sure=is_sure)
         return {name: missing for name, missing in short.items() if name not in connected} | own
 
     def _with_one_more(
@@ -363,6 +366,7 @@ class _ReplicaAdder:
         places = ((name, place) for name, other in added for place in self._least_busy(domain, other, busy))
         is_whole = bool(domain.gpus) or self._plan.objective == "each"  # where all models are judged together
         by_gpu, judged = self._plan.by_gpu(), set[object]()
+        passes = (False, True) if self._promises and not domain.gpus else (True,)
         for name, place in places:
             if is_bought is not None and bool(place.price) != is_bought:
                 continue
@@ -376,19 +380,24 @@ class _ReplicaAdder:
             if best is not None and (dear / before, 0.0, *place.cost) > best[0]:
                 continue  # even if it made up for all
             plan = self._with(place)
-            left = self._short(plan, domain) if is_whole else self._short_with(place, plan, short)
-            after = math.fsum(left.values())
-            if after >= before - SLIGHT:
-                continue
-            order = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
-            rank = (dear / (before - after), *order)
-            if best is not None and rank >= best[0]:
-                continue
-            if domain.gpus and math.fsum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
-                continue  # what is safe after a loss is no gain where it costs every day
-            best = rank, place, plan, left
-            if self._trial is not None and name not in left:
-                break  # a trial takes long, and places come in order of their price
+            for is_sure in passes:
+                if is_whole:
+                    left = self._short(plan, domain, is_sure=is_sure)
+                else:
+                    left = self._short_with(place, plan, short, is_sure=is_sure)
+                after = math.fsum(left.values())
+                if after >= before - SLIGHT:
+                    break
+                order = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
+                rank = (dear / (before - after), *order)
+                if best is not None and rank >= best[0]:
+                    break
+            else:
+                if domain.gpus and math.fsum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
+                    continue  # what is safe after a loss is no gain where it costs every day
+                best = rank, place, plan, left
+                if self._trial is not None and name not in left:
+                    break  # a trial takes long, and places come in order of their price
         if best is None:
             return None
         _, place, plan, left = best
