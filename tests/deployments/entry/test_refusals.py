@@ -39,7 +39,7 @@ NEVER = {
     "dispatch/open_requests.py: refuse_removed": "the plan has the model no longer",
     "dispatch/dispatcher_process.py: _generate": "the plan has the model no longer",
     "dispatch/dispatcher_process.py: _take": "the plan has the model no longer, or the request cannot be read",
-    "dispatch/dispatcher_process.py: release": "nobody reads it: the client has left",
+    "dispatch/dispatcher_process.py: _give_back": "nobody reads it: the client has left",
 }
 
 
