@@ -10,12 +10,13 @@ than the plan stands, which is `HEADROOM` times what it was made for. It takes e
 `LOOK` minutes, and plans near what runs. So a change of rate is in force a minute later: measured, planned, begun.
 Gpu-lets that start and stop cost no requests by themselves.
 
-Between steps `--windows` minutes are drawn. In each the traffic of every cell is simulated request by request for
-`--seconds` at the rates of that minute. The rest is a fluid: of each model what its cells' plans promise. The
-attainment of a model is that of the fluid over all minutes, and added to it what the simulated seconds differ from the
-fluid of the same seconds; each stands for the minutes between its two steps. `--full` simulates every second of every
-minute. The minute of a failure is simulated whole, apart, and is no part of the attainment. With `--slower` batches
-take so many times as long, SLOs are as much longer, and rates as much lower: fewer requests for as many GPUs.
+Between steps `--windows` minutes are drawn (0.2: one after every fifth step, on average). In each the traffic of every
+cell is simulated request by request for `--seconds` at the rates of that minute. The rest is a fluid: of each model
+what its cells' plans promise. The attainment of a model is that of the fluid over all minutes, and added to it what the
+simulated seconds differ from the fluid of the same seconds; each stands for the minutes between its two steps. `--full`
+simulates every second of every minute. The minute of a failure is simulated whole, apart, and is no part of the
+attainment. With `--slower` batches take so many times as long, SLOs are as much longer, and rates as much lower: fewer
+requests for as many GPUs.
 
 Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of five minutes,
 of every `--clairvoyant`th five minutes; what runs meanwhile is what it is compared with.
@@ -217,14 +218,15 @@ def run(seed: int, given: argparse.Namespace) -> None:
         for minute in quiet:
             day.offered += 60.0 * rates[minute]
             day.fluid += 60.0 * running.served(names, rates[minute])
-        drawn = quiet if given.full else rng.permutation(quiet)[: given.windows].tolist()
+        count = int(given.windows) + int(rng.random() < given.windows % 1.0)
+        drawn = quiet if given.full else rng.permutation(quiet)[:count].tolist()
         for minute in drawn:
             seconds, draws = 60.0 if given.full else given.seconds, seed * MINUTES + minute
             offered, in_time = running.simulated(
                 names, rates[minute], seconds, draws, warm_up_s=given.slower * WARM_UP_S
             )
             part = running.served(names, rates[minute]) / np.maximum(rates[minute], 1e-9)
-            stands_for = len(quiet) / len(drawn)
+            stands_for = 1.0 if given.full else len(quiet) / min(len(quiet), given.windows)
             day.sampled += stands_for * offered
             day.in_time += stands_for * in_time
             day.sampled_fluid += stands_for * part * offered
@@ -239,6 +241,7 @@ def run(seed: int, given: argparse.Namespace) -> None:
         good = day.attainments()
         print(
             f"{end / 60:5.2f} h: {steps} steps, {running.gpus} GPUs, {len(done.plans)} cells planned, "
+            f"{day.gpu_h:.1f} GPU-hours, "
             f"{time.process_time() - since:.0f} CPU s; so far {_all(day, good):.3%}, worst {np.nanmin(good):.2%}",
             file=sys.stderr,
             flush=True,
@@ -297,7 +300,7 @@ def _draw(path: Path, title: str, seen: Sequence[tuple[float, float, float, floa
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures of every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    counts: Mapping[str, int] = {"cells": 4, "cell": 50, "models": 20, "every": 15, "windows": 1, "clairvoyant": 12}
+    counts: Mapping[str, int] = {"cells": 4, "cell": 50, "models": 20, "every": 15, "clairvoyant": 12}
     for name, value in {**counts, "first-seed": 1, "seeds": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, number in {
@@ -305,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "load": 0.4,
         "doubling": 0.6,
         "failures": 0.0,
+        "windows": 1.0,
         "seconds": 2.0,
         "slower": 1.0,
     }.items():
