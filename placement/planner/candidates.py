@@ -83,7 +83,7 @@ class Candidates:
                 self.needed_gpus = gpus_used(plans[0].plan)
                 return plans
         with self._faults_noted():
-            anew = self._planned_anew(self._elastic(types))
+            anew = self.planned_anew(self._elastic(types))
             self.needed_gpus, limits = gpus_used(anew), self.running.limits
             if any(count > limits.get(kind, count) for kind, count in self.needed_gpus.items()):
                 anew, self.needed_gpus = None, self._needed_beside_running(types)
@@ -97,7 +97,7 @@ class Candidates:
                 plans.append(Candidate("cut anew" if made_anew(self.running.plan, plan) else "planned anew", plan))
         with self._faults_noted():
             if anew is None or not is_enough or may_cut:
-                anew = self._planned_anew(self._task.cluster.as_cut) if present else None
+                anew = self.planned_anew(self._task.cluster.as_cut) if present else None
             if anew is not None:
                 plans.append(Candidate("planned anew", self._matched(anew, self.gpus)))
         with self._faults_noted():
@@ -192,7 +192,7 @@ class Candidates:
 
     # --- everything is planned anew -----------------------------------------------------------------------------------
 
-    def _planned_anew(self, cluster: Cluster) -> Plan:
+    def planned_anew(self, cluster: Cluster) -> Plan:
         """Return the policy's plan for everything.
 
         The first attempt plans for every model's whole burst. The second plans for less where models share gpu-lets in
@@ -242,7 +242,7 @@ class Candidates:
         """Return the policy's plan with its own layouts on some of the GPUs that it may cut, and on those that it may
         not. Instances in both plans keep their gpu-lets where they can."""
         able = (gpu for gpu in self.gpus if gpu.mig != "managed" or gpu.device in devices)
-        plan = self._planned_anew(Cluster.of(able))
+        plan = self.planned_anew(Cluster.of(able))
         planned = {gpu.device for gpu in plan.gpus}
         return self._matched(plan, (*gpus_of(plan), *(gpu for gpu in self.gpus if gpu.device not in planned)))
 

@@ -137,7 +137,7 @@ def test_a_model_that_comes_is_added_to_what_runs_where_there_is_room(
             runs = running_plan(for_workload(whole, left), Traffic.declared(workload.models))
             candidates = Candidates(PlanTask(load_policy(policy), workload, cluster, profiles, running=runs))
             with monkeypatch.context() as patch:
-                patch.setattr(Candidates, "_planned_anew", asked_for_everything)
+                patch.setattr(Candidates, "planned_anew", asked_for_everything)
                 try:
                     plans = candidates.all()
                 except LookupError:
