@@ -50,9 +50,9 @@ class Candidate(NamedTuple):
 
 
 class Candidates:
-    """The candidates of one task. `faults` says why some of them are missing. `needed_gpus` is how many GPUs of each
-    type would carry everything; None: the policy could not tell. `to_come` are GPUs of plans that are not there yet,
-    by id."""
+    """The candidates of one task. `only_add`: they add models that came, and others were not tried. `faults` says why
+    some of them are missing. `needed_gpus` is how many GPUs of each type would carry everything; None: the policy could
+    not tell. `to_come` are GPUs of plans that are not there yet, by id."""
 
     def __init__(self, task: PlanTask) -> None:
         """Take a task with a running plan. Its cluster has the GPUs that are present."""
@@ -64,11 +64,12 @@ class Candidates:
         self.asks_for_places = any(map(asks, task.workload.models))
         self.faults: list[str] = []
         self.needed_gpus: Mapping[str, int] | None = None
+        self.only_add = False
         self.to_come: dict[str, Gpu] = {}
 
-    def all(self) -> list[Candidate]:
-        """Return all candidates; when only models that came are missing in what runs, and it has room for them, those
-        that add them."""
+    def all(self, *, may_add: bool = True) -> list[Candidate]:
+        """Return all candidates; if `may_add`, those alone that add models that came, where nothing else is missing in
+        what runs and it has room for them."""
         present = Counter(gpu.type for gpu in self._uncut)
         types = tuple(dict.fromkeys([*present, *self.running.growth]))
         if not types:
@@ -79,8 +80,8 @@ class Candidates:
         held = {replica.name for gpulet in self.running.plan.gpulets for replica in gpulet.models}
         came = {spec.name for spec in self.workload.models} - held
         with self._faults_noted():
-            if held and came and (plans := list(self._with_models_that_came(came))):
-                self.needed_gpus = gpus_used(plans[0].plan)
+            if may_add and held and came and (plans := list(self._with_models_that_came(came))):
+                self.needed_gpus, self.only_add = gpus_used(plans[0].plan), True
                 return plans
         with self._faults_noted():
             anew = self.planned_anew(self._elastic(types))

@@ -64,10 +64,11 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     return replace(proposal, standby=waiting)
 
 
-def _best(task: PlanTask) -> Proposal:
-    """Return the best candidate of a task, or the running plan with what is declared now where no change pays."""
+def _best(task: PlanTask, *, may_add: bool = True) -> Proposal:
+    """Return the best candidate of a task, or the running plan with what is declared now where no change pays. Where it
+    does not pay to add models that came, everything else is tried, too."""
     candidates = Candidates(task)
-    plans = candidates.all()
+    plans = candidates.all(may_add=may_add)
     if not plans:
         why = "; ".join(candidates.faults) or "no other plan was found"
         return Proposal(None, "", ChangeWorth(False, why), candidates.needed_gpus)
@@ -77,6 +78,8 @@ def _best(task: PlanTask) -> Proposal:
     (rank, first, plan), (rank_here, best, _) = ranked[0], next(present)
     if first.worth.pays and rank.price < (min(0.0, rank_here.price) if best.worth.pays else 0.0):
         candidates.needed_gpus = gpus_used(plan)  # it saves more than what can be had now
+    if candidates.only_add and not best.worth.pays:
+        return _best(task, may_add=False)
     if best.worth.pays and best.plan is not None:
         best = replace(best, plan=candidates.with_promises(best.plan))
     elif why := _why_declared_otherwise(candidates):

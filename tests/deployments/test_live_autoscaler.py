@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 ANYWHERE = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=1000.0, rate_rps=20.0)
 PLAN = ANYWHERE.model_copy(update={"gpus": tuple(g.model_copy(update={"address": HEAD}) for g in ANYWHERE.gpus)})
-MORE = {"name": "b", "rate_rps": 700, "slo_ms": 1000, "latency": {"alpha_ms": 1.0, "beta_ms": 4.0}}
+MORE = {"name": "b", "rate_rps": 800, "slo_ms": 1000, "latency": {"alpha_ms": 1.0, "beta_ms": 4.0}}
 PRICES = {"a100": 0.1, "t4": 9.0, "v100": 0.05}
 
 
