@@ -77,22 +77,20 @@ class FleetSimulation:
     def _divided(self, sent: Schedule, model: Mapping[str, str], cells: Sequence[str]) -> NDArray[np.int64]:
         """Return the place of the cell of each request: by the weights of its time, by chance. HAProxy goes by turns,
         but models with the same weights share them."""
-        result, traffic = np.full(len(sent), _NOWHERE, dtype=np.int64), self.traffic
-        gone = [(1000.0 * (loss.at_s + FOLLOWS_S), loss.cell) for loss in self.losses if loss.is_whole]
-        draws = [
-            seed_for(self.seed, "cells", name).random(int((sent.model_index == n).sum()))
-            for n, name in enumerate(sent.names)
-        ]
-        since_ms = 0.0
-        for until_ms, lost in [*gone, (np.inf, "")]:
-            for place, name in enumerate(sent.names):
-                mine = np.flatnonzero(sent.model_index == place)
-                now = (sent.times_ms[mine] >= since_ms) & (sent.times_ms[mine] < until_ms)
+        result = np.full(len(sent), _NOWHERE, dtype=np.int64)
+        weights = [(0.0, self.traffic)]  # each from a time on
+        for loss in sorted((loss for loss in self.losses if loss.is_whole), key=lambda loss: loss.at_s):
+            traffic = weights[-1][1]
+            weights.append((1000.0 * (loss.at_s + FOLLOWS_S), {**traffic, **after_loss(traffic, loss.cell)}))
+        for place, name in enumerate(sent.names):
+            mine = np.flatnonzero(sent.model_index == place)
+            draws = seed_for(self.seed, "cells", name).random(len(mine))
+            for since_ms, traffic in weights:
+                now = sent.times_ms[mine] >= since_ms
                 if shares := traffic.get(model[name], {}):
                     edges = np.cumsum([*shares.values()]) / sum(shares.values())
-                    chosen = np.searchsorted(edges[:-1], draws[place][now], side="right")
+                    chosen = np.searchsorted(edges[:-1], draws[now], side="right")
                     result[mine[now]] = np.array([cells.index(each) for each in shares])[chosen]
-            traffic, since_ms = {**traffic, **after_loss(traffic, lost)}, until_ms
         return result
 
     def _part(self, sent: Schedule, rows: NDArray[np.int64], plan: Plan) -> tuple[Schedule, NDArray[np.int64]]:

@@ -170,9 +170,8 @@ class _Trying:
         self._outlooks = Outlooks(carries=self._carries)
         self._outlook = self._outlooks.of(plan)
         self._promised = self._parts(plan)
-        self._offline = {spec.name for spec in plan.models if spec.offline}  # nothing is promised to them
         in_full = {name for name, part in self._promised.items() if part >= IN_FULL - 1e-3}
-        self._in_full = in_full - self._offline
+        self._in_full = in_full - {spec.name for spec in plan.models if spec.offline}  # nothing is promised to those
         self._cluster = Cluster.of(gpus)
         cluster = self._cluster.cut_as(plan.gpus)
         self._prices = {gpu.device: whole_of(gpu).price_per_hour for gpu in cluster.gpus}
@@ -210,11 +209,15 @@ class _Trying:
         """Return one model."""
         spec = self._plan.model(name)
         places = [place for place, gpulet in enumerate(self._plan.gpulets) if _hosts(gpulet, name)]
-        replicas, cost = [self._replica(place, name) for place in places], self._cost_per_hour(name)
+        replicas = tuple(self._replica(place, name) for place in places)
+        cost = None if self._costs is None else self._costs.get(name, 0.0)
+        why_below = self._plan.unserved_reasons.get(name)
         if spec.offline:
-            figures = spec.rate_rps, spec.slo_ms, 0.0, self._plan.unserved_reasons.get(name), cost
             idle_rps = None if spec.generates is not None else sum(self._idle_rps(place, name) for place in places)
-            return ModelExplained(name, *figures, None, None, None, None, tuple(replicas), True, idle_rps)
+            declared, limits = (name, spec.rate_rps, spec.slo_ms), (None, None, None, None)
+            return ModelExplained(
+                *declared, 0.0, why_below, cost, *limits, replicas, is_offline=True, idle_rps=idle_rps
+            )
         rates = {other.name: other.rate_rps for other in self._plan.models}
         is_full = name in self._in_full
 
@@ -239,17 +242,14 @@ class _Trying:
             spec.rate_rps,
             spec.slo_ms,
             self._promised.get(name, 0.0) * spec.rate_rps,
-            self._plan.unserved_reasons.get(name),
+            why_below,
             cost,
             None if more is None else more * spec.rate_rps,
             None if shorter is None else spec.slo_ms / shorter,
             None if less is None else spec.rate_rps / less,
             None if longer is None else longer * spec.slo_ms,
-            tuple(replicas),
+            replicas,
         )
-
-    def _cost_per_hour(self, name: str) -> float | None:
-        return None if self._costs is None else self._costs.get(name, 0.0)
 
     def _idle_rps(self, place: int, name: str) -> float:
         """Return what a model would answer in largest batches on a gpu-let with the time that its models leave."""

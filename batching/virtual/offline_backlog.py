@@ -138,11 +138,11 @@ class OfflineBacklog:
         left = {name: self.came[each] - self.ended[each] for each, name in named.items()}
         return offline_figures({name: self.answered[each] for each, name in named.items()}, left, tokens, part, others)
 
-    def models_at_work(self) -> dict[int, bool]:
-        """Return by model whether requests wait or run, or have ended since the last call."""
+    def models_at_work(self) -> set[int]:
+        """Return the models whose requests wait or run, or have ended since the last call."""
         ended, self._lately = self._lately, set()
-        running = {model for model, _ in self._sent.values()} | ended
-        return {model: waiting > 0 or model in running for model, waiting in self.left.items()}
+        waiting = {model for model, count in self.left.items() if count > 0}
+        return waiting | {model for model, _ in self._sent.values()} | ended
 
     def end(self) -> None:
         """Let no more requests come or run."""

@@ -424,16 +424,9 @@ class LiveSystem:
         models_seen, lengths_s = {}, []
         for name, counts in models.items():
             answered = counts.ok + counts.late
-            offline = counts.offline
-            tokens = counts.prompt_tokens, counts.generated_tokens
-            now = (
-                counts.samples,
-                counts.ok,
-                counts.bad,
-                answered,
-                *tokens,
-                0 if offline is None else offline.submitted,
-            )
+            offline, tokens = counts.offline, (counts.prompt_tokens, counts.generated_tokens)
+            came, waiting = (0, 0) if offline is None else (offline.submitted, offline.under_way)
+            now = counts.samples, counts.ok, counts.bad, answered, *tokens, came
             at_s, before = self._counted.get(name, (counts.counted_at_s, now))
             if any(new < old for new, old in zip(now, before, strict=True)):
                 before = (0,) * len(now)
@@ -441,7 +434,6 @@ class LiveSystem:
                 lengths_s.append(counts.counted_at_s - at_s)
             self._counted[name] = counts.counted_at_s, now
             grown = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
-            waiting = 0 if offline is None else offline.under_way
             models_seen[name] = replace(grown, offline=grown.offline + waiting) if waiting else grown
         return models_seen, max(lengths_s, default=None)
 

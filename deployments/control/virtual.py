@@ -245,9 +245,9 @@ class ControlledCluster:
 
     def _seen(self, now_s: float, look: Look) -> Observation:
         bad = look.ended.sum(axis=1) - look.ended[:, Outcome.OK]
-        offline = {} if self._offline is None else self._offline.models_at_work()
-        waits = [int(offline.get(place, False)) for place in range(len(self._result.names))]
-        counts = np.column_stack([look.arrived, look.ended[:, Outcome.OK], bad, look.generated, waits]).tolist()
+        at_work = set[int]() if self._offline is None else self._offline.models_at_work()
+        offline = [place in at_work for place in range(len(self._result.names))]
+        counts = np.column_stack([look.arrived, look.ended[:, Outcome.OK], bad, look.generated, offline]).tolist()
         models = {name: ModelSeen(*row) for name, row in zip(self._result.names, counts, strict=True)}
         known = {**self._gpus, **{name: gpu for name, (at_s, gpu) in self._unnoticed.items() if at_s > now_s}}
         return Observation(

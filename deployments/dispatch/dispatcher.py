@@ -172,18 +172,15 @@ class Dispatcher:
         request = Request(next(self._ids), model, 0, now if arrived_ms is None else arrived_ms, 0.0, asker, **terms)
         size_class = requests.find(model, request.sizes) if request.sizes else requests.models[model]
         served = requests.models[model] if size_class is None else size_class
-        request.model, request.deadline_ms = (
-            served.index,
-            request.arrived_ms + (served.slo_ms if slo_ms is None else slo_ms),
-        )
+        request.model = served.index
+        request.deadline_ms = request.arrived_ms + (served.slo_ms if slo_ms is None else slo_ms)
         self.accounts.submitted(request)
         requests.add(request)
         if size_class is None:
             requests.refuse_larger(request)
             return request
-        waiting = (
-            core.scheduler.queued_offline(served.program) if request.offline else core.scheduler.queued(served.program)
-        )
+        queued = core.scheduler.queued_offline if request.offline else core.scheduler.queued
+        waiting = queued(served.program)
         if waiting >= self._max_queued:
             requests.reject(request, Rule.FULL, f"{self._max_queued} requests of '{model}' are waiting")
         elif request.offline:

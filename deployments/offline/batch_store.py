@@ -552,13 +552,13 @@ class BatchStore:
         """
         with self._db:
             batch, progress = self._stored(batch_id)
+            self._note_lost_answers(batch, progress)
             self._record(batch, progress, answers)
 
     def _record(self, batch: OfflineBatch, progress: _Progress, answers: Sequence[LineAnswer]) -> None:
         note = "UPDATE lines SET is_answered = 1 WHERE batch = ? AND number = ? AND NOT is_answered"
         new = [each for each in answers if self._db.execute(note, (batch.id, each.number)).rowcount]
         if new:  # a batch that is over has no lines any more
-            self._note_lost_answers(batch, progress)
             self._append(batch, progress, new)
             self._save(batch, progress)
 
@@ -602,7 +602,6 @@ class BatchStore:
                 code = "file_lost" if batch.errors and not is_cancelled else f"batch_{end.split()[-1]}"
                 message = f"the batch {end} before this line was asked."
                 batch.expired_at = None if is_cancelled or batch.errors else int(self._clock())
-                self._save(batch, progress)
                 unasked = [LineAnswer(number, False, answer_text(name, None, code, message)) for number, name in rows]
                 self._record(batch, progress, unasked)
                 return True

@@ -274,7 +274,7 @@ def _on_fewest(task: PlanTask, used: Mapping[Kind, float]) -> Plan:
     prices, by_kind = task.cluster.prices, defaultdict[Kind, list[str]](list)
     for gpu in task.cluster.gpus:
         by_kind[kind_of(gpu, prices)].append(gpu.id)
-    counts = {k: min(len(ids), max(0, math.ceil(used.get(k, 0.0) - 1e-6))) for k, ids in by_kind.items()}
+    counts = {k: min(len(ids), math.ceil(used.get(k, 0.0) - 1e-6)) for k, ids in by_kind.items()}
     for number in range(_TRIES + 1):
         if number == _TRIES:
             counts = {kind: len(ids) for kind, ids in by_kind.items()}

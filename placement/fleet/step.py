@@ -68,7 +68,7 @@ class StepWeights(StrictModel):
     """Which part of the requests to each model each cell gets after a step, by the step's id."""
 
     step: str
-    models: dict[str, dict[str, Annotated[float, Field(ge=0)]]]
+    models: Mapping[str, Mapping[str, Annotated[float, Field(ge=0)]]]
 
 
 def make_step(

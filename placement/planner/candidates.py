@@ -50,9 +50,9 @@ class Candidate(NamedTuple):
 
 
 class Candidates:
-    """The candidates of one task. `only_add`: they add models that came, and others were not tried. `faults` says why
-    some of them are missing. `needed_gpus` is how many GPUs of each type would carry everything; None: the policy could
-    not tell. `to_come` are GPUs of plans that are not there yet, by id."""
+    """The candidates of one task. `faults` says why some of them are missing. `needed_gpus` is how many GPUs of each
+    type would carry everything; None: the policy could not tell. `to_come` are GPUs of plans that are not there yet, by
+    id. `models_to_add` are those that no gpu-let of what runs holds; without gpu-lets there are none."""
 
     def __init__(self, task: PlanTask) -> None:
         """Take a task with a running plan. Its cluster has the GPUs that are present."""
@@ -64,12 +64,23 @@ class Candidates:
         self.asks_for_places = any(map(asks, task.workload.models))
         self.faults: list[str] = []
         self.needed_gpus: Mapping[str, int] | None = None
-        self.only_add = False
         self.to_come: dict[str, Gpu] = {}
+        held = {replica.name for gpulet in self.running.plan.gpulets for replica in gpulet.models}
+        self.models_to_add = {spec.name for spec in self.workload.models} - held if held else set[str]()
 
-    def all(self, *, may_add: bool = True) -> list[Candidate]:
-        """Return all candidates; if `may_add`, those alone that add models that came, where nothing else is missing in
-        what runs and it has room for them."""
+    def additions(self) -> list[Candidate]:
+        """Return the candidates that add `models_to_add` to what runs, where nothing else is missing in it and it has
+        room for them. The policy need not plan everything for them."""
+        plans: list[Candidate] = []
+        with self._faults_noted():
+            if self._uncut or self.running.growth:
+                plans = list(self._with_models_that_came())
+        if plans:
+            self.needed_gpus = gpus_used(plans[0].plan)
+        return plans
+
+    def all(self) -> list[Candidate]:
+        """Return all candidates but those additions."""
         present = Counter(gpu.type for gpu in self._uncut)
         types = tuple(dict.fromkeys([*present, *self.running.growth]))
         if not types:
@@ -77,12 +88,7 @@ class Candidates:
             return []
         anew: Plan | None = None
         plans: list[Candidate] = []
-        held = {replica.name for gpulet in self.running.plan.gpulets for replica in gpulet.models}
-        came = {spec.name for spec in self.workload.models} - held
-        with self._faults_noted():
-            if may_add and held and came and (plans := list(self._with_models_that_came(came))):
-                self.needed_gpus, self.only_add = gpus_used(plans[0].plan), True
-                return plans
+        self.needed_gpus = None
         with self._faults_noted():
             anew = self.planned_anew(self._elastic(types))
             self.needed_gpus, limits = gpus_used(anew), self.running.limits
@@ -110,11 +116,11 @@ class Candidates:
                 plans.extend(self._swapped(next((plan for how, plan in plans if how == "trimmed"), running)))
         return plans
 
-    def _with_models_that_came(self, came: Collection[str]) -> Iterator[Candidate]:
+    def _with_models_that_came(self) -> Iterator[Candidate]:
         """Yield the running plan with models that none of its gpu-lets holds: placed where it takes least, and as the
         policy places them beside it. Nothing that carries less than all of these, or less of another model."""
         running = self.completed(self._with_larger_batches(for_workload(self.running.plan, self.workload)))
-        missing = self.missing(running)
+        missing, came = self.missing(running), self.models_to_add
         if missing.keys().isdisjoint(came):
             return
         enough = (1.0 - SLIGHT) * self.running.attainment

@@ -3,7 +3,7 @@ comes nearest to paying. The controller calls it in a process of its own, with a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -64,22 +64,16 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     return replace(proposal, standby=waiting)
 
 
-def _best(task: PlanTask, *, may_add: bool = True) -> Proposal:
+def _best(task: PlanTask) -> Proposal:
     """Return the best candidate of a task, or the running plan with what is declared now where no change pays. Where it
-    does not pay to add models that came, everything else is tried, too."""
+    pays to add models that came, nothing else is tried."""
     candidates = Candidates(task)
-    plans = candidates.all(may_add=may_add)
-    if not plans:
+    best = _best_of(candidates, candidates.additions()) if candidates.models_to_add else None
+    if best is None or not best.worth.pays:
+        best = _best_of(candidates, candidates.all())
+    if best is None:
         why = "; ".join(candidates.faults) or "no other plan was found"
         return Proposal(None, "", ChangeWorth(False, why), candidates.needed_gpus)
-    judge = _WorthOfChange(candidates)
-    ranked = sorted(((*judge.judged(candidate), candidate.plan) for candidate in plans), key=itemgetter(0))
-    present = (each for each in ranked if candidates.to_come.keys().isdisjoint(each[2].used_gpus))
-    (rank, first, plan), (rank_here, best, _) = ranked[0], next(present)
-    if first.worth.pays and rank.price < (min(0.0, rank_here.price) if best.worth.pays else 0.0):
-        candidates.needed_gpus = gpus_used(plan)  # it saves more than what can be had now
-    if candidates.only_add and not best.worth.pays:
-        return _best(task, may_add=False)
     if best.worth.pays and best.plan is not None:
         best = replace(best, plan=candidates.with_promises(best.plan))
     elif why := _why_declared_otherwise(candidates):
@@ -88,6 +82,20 @@ def _best(task: PlanTask, *, may_add: bool = True) -> Proposal:
             plan = candidates.with_promises(candidates.made_for_traffic(candidates.completed(plan)))
             best = Proposal(plan, "kept", ChangeWorth(True, why))
     return replace(best, needed_gpus=candidates.needed_gpus)
+
+
+def _best_of(candidates: Candidates, plans: Sequence[Candidate]) -> Proposal | None:
+    """Return the best of some candidates on the GPUs that are present. Where one on GPUs to come saves more, those are
+    needed."""
+    if not plans:
+        return None
+    judge = _WorthOfChange(candidates)
+    ranked = sorted(((*judge.judged(candidate), candidate.plan) for candidate in plans), key=itemgetter(0))
+    present = (each for each in ranked if candidates.to_come.keys().isdisjoint(each[2].used_gpus))
+    (rank, first, plan), (rank_here, best, _) = ranked[0], next(present)
+    if first.worth.pays and rank.price < (min(0.0, rank_here.price) if best.worth.pays else 0.0):
+        candidates.needed_gpus = gpus_used(plan)  # it saves more than what can be had now
+    return best
 
 
 class _WorthOfChange:

@@ -367,6 +367,7 @@ class _ReplicaAdder:
         is_whole = bool(domain.gpus) or self._plan.objective == "each"  # where all models are judged together
         by_gpu, judged = self._plan.by_gpu(), set[object]()
         passes = (False, True) if self._promises and not domain.gpus else (True,)
+        worst: tuple[float, ...] = (math.inf,)  # of a place that helps nobody
         for name, place in places:
             if is_bought is not None and bool(place.price) != is_bought:
                 continue
@@ -380,24 +381,24 @@ class _ReplicaAdder:
             if best is not None and (dear / before, 0.0, *place.cost) > best[0]:
                 continue  # even if it made up for all
             plan = self._with(place)
+            limit = worst if best is None else best[0]
             for is_sure in passes:
                 if is_whole:
                     left = self._short(plan, domain, is_sure=is_sure)
                 else:
                     left = self._short_with(place, plan, short, is_sure=is_sure)
                 after = math.fsum(left.values())
-                if after >= before - SLIGHT:
-                    break
                 order = (1.0, after, *place.cost) if name in left else (0.0, *place.cost, after)
-                rank = (dear / (before - after), *order)
-                if best is not None and rank >= best[0]:
+                rank = (dear / (before - after), *order) if after < before - SLIGHT else worst
+                if rank >= limit:
                     break
-            else:
-                if domain.gpus and math.fsum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
-                    continue  # what is safe after a loss is no gain where it costs every day
-                best = rank, place, plan, left
-                if self._trial is not None and name not in left:
-                    break  # a trial takes long, and places come in order of their price
+            if rank >= limit:
+                continue
+            if domain.gpus and math.fsum(self._short(plan, self._nothing).values()) > lacking + SLIGHT:
+                continue  # what is safe after a loss is no gain where it costs every day
+            best = rank, place, plan, left
+            if self._trial is not None and name not in left:
+                break  # a trial takes long, and places come in order of their price
         if best is None:
             return None
         _, place, plan, left = best

@@ -112,7 +112,7 @@ def _print_model(model: ModelExplained, slo: TokenSlo | None) -> None:
         say(f"{model.name}: offline, in time that no other request needs{at_most}")
     else:
         _print_promise(model, slo_text)
-    columns = None if not model.is_offline else _PLACE_COLUMNS
+    columns = _PLACE_COLUMNS if model.is_offline else None
     print_table(
         (
             "  gpu-let",

@@ -246,7 +246,7 @@ def _write_step(
     from tenuto.deployments.serve.rayservice import rayservice
 
     urls = {cell.name: cell.url for cell in fleet.cells if cell.url is not None}
-    texts = {_WEIGHTS: dump_yaml({"step": step.id, "models": {name: dict(of) for name, of in done.traffic.items()}})}
+    texts = {_WEIGHTS: dump_yaml(StepWeights(step=step.id, models=done.traffic).model_dump(mode="json"))}
     if urls:
         texts |= haproxy_files(done.traffic, urls, step.id, bind)
         texts["httproutes.yaml"] = http_routes(done.traffic, urls, step.id, gateway)

@@ -450,6 +450,7 @@ class Http2Connection(ClientConnection):
         del self.streams[stream.id]
         self.unsent_bytes -= len(stream.unsent)
         self.acknowledge(stream.id, stream.unacknowledged)
+        stream.unacknowledged = 0  # what the call still reads is not acknowledged again
         self._stuck.pop(stream.id, None)
         self._count_untaken()
 
