@@ -385,7 +385,8 @@ def simulate(
     summary = run.summary()
     if not printed_as_json(summary):
         _print_simulated(summary, has_losses=bool(losses))
-    return int(any((each["otherwise"]["attainment"] or 1.0) < ATTAINED for each in summary["models"].values()))
+    attained = (each["otherwise"]["attainment"] for each in summary["models"].values())
+    return int(any(part is not None and part < ATTAINED for part in attained))
 
 
 def _print_simulated(summary: Mapping[str, Any], *, has_losses: bool) -> None:

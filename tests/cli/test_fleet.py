@@ -168,6 +168,12 @@ def test_a_fleet_is_simulated_and_loses_a_cell(
     assert tenuto(*simulate[:-1], "--lose", f"node:{home}/n0@20s") == 0
     assert "minute of loss" in capsys.readouterr().out
 
+    nowhere = yaml.safe_load(WORKLOAD)
+    nowhere["models"].append({**nowhere["models"][0], "name": "nowhere"})
+    Path("more.yaml").write_text(yaml.safe_dump(nowhere))
+    assert tenuto("simulate", "more.yaml", *simulate[2:]) == 1  # no cell has it
+    assert json.loads(capsys.readouterr().out)["models"]["nowhere"]["otherwise"]["attainment"] == 0.0
+
     for what, text in (("cell:north@5s", "no such cell"), ("region:east@5s", "must be KIND:NAME@SECONDS")):
         assert tenuto(*simulate, "--lose", what) == 2
         assert text in capsys.readouterr().err
