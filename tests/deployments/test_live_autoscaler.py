@@ -16,7 +16,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.states import application_details
 from tenuto.placement.cluster import node_of
 from tenuto.placement.planner.gpu_matching import gpus_of
-from tenuto.profiles import Profiles
+from tenuto.profiles import ModelProfile, Profile, ProfilePoint, Profiles
 from tests.instruments.autoscaling_ray import HEAD, autoscaling_ray, give_notice
 from tests.instruments.live import asking, infer, pids, until
 from tests.instruments.plans import make_plan
@@ -25,8 +25,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 ANYWHERE = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=1000.0, rate_rps=20.0)
 PLAN = ANYWHERE.model_copy(update={"gpus": tuple(g.model_copy(update={"address": HEAD}) for g in ANYWHERE.gpus)})
-MORE = {"name": "b", "rate_rps": 800, "slo_ms": 1000, "latency": {"alpha_ms": 1.0, "beta_ms": 4.0}}
-PRICES = {"a100": 0.1, "t4": 9.0, "v100": 0.05}
+MORE = {"name": "b", "rate_rps": 20, "slo_ms": 1000}
+# A V100 has not the memory: where b lies must not follow from rates, which change with what has been measured yet.
+POINTS = tuple(ProfilePoint(batch_size=size, latency_ms=4.0 + size, memory_mib=20_000.0) for size in (1, 64))
+PROFILES = [
+    Profile(name=kind, gpu_type=kind, source="made up", models={"b": ModelProfile(points=POINTS)})
+    for kind in ("v100", "l4", "a100")
+]
+PRICES = {"a100": 0.1, "l4": 9.0, "v100": 0.05}
 
 
 def joined() -> list[str]:
@@ -68,10 +74,10 @@ def test_gpus_come_by_type_serve_leave_with_notice_and_go_back(own_ray: None) ->
             "control": control,
         }
     )
-    with autoscaling_ray(1, {"T4": 1, "A100": 2}) as address:
+    with autoscaling_ray(1, {"L4": 1, "A100": 2}) as address:
         try:
             with Operations(address, lambda _text: None) as operator:
-                assert operator.deploy(deployment, "a test", ground=(Profiles([]), gpus_of(PLAN)))
+                assert operator.deploy(deployment, "a test", ground=(Profiles(PROFILES), gpus_of(PLAN)))
                 url, controller = operator.base_url, operator.controller()
                 until(lambda: nodes_of(url) == {"n0"})
                 with asking(url, ["a"]) as answers, ExitStack() as also:
