@@ -93,7 +93,7 @@ class Candidates:
             anew = self.planned_anew(self._elastic(types))
             self.needed_gpus, limits = gpus_used(anew), self.running.limits
             if any(count > limits.get(kind, count) for kind, count in self.needed_gpus.items()):
-                anew, self.needed_gpus = None, self._needed_beside_running(types)
+                anew = self.needed_gpus = None
         is_enough = self.needed_gpus is not None and all(
             count <= present[kind] for kind, count in self.needed_gpus.items()
         )
@@ -344,23 +344,40 @@ class Candidates:
         return {gpulet.id: sum(each[replica.name] for replica in gpulet.models) for gpulet in plan.gpulets}
 
     def _bought(self, missing: Mapping[str, float], types: Iterable[str]) -> Plan:
-        """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes."""
-        upper_rps = self.running.traffic.upper_rps
+        """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes. What the
+        policy leaves out gets replicas until it is carried, as in a plan anew."""
+        traffic, upper_rps = self.running.traffic, self.running.traffic.upper_rps
         short = tuple(
             spec.model_copy(update={"rate_rps": missing[spec.name] * upper_rps[spec.name], **ANYWHERE})
             for spec in self.workload.models
             if spec.name in missing
         )
         update = {"models": short, "applications": (), "merge": "off"}
-        return self._policys(self.workload.model_copy(update=update), self._elastic(types), _NOTHING)
+        workload, cluster = self.workload.model_copy(update=update), self._elastic(types)
+        plan = self._policys(workload, cluster, _NOTHING)
+        if not plan.unserved:
+            return plan
+        mean_rps = {spec.name: missing[spec.name] * traffic.mean_rps[spec.name] for spec in short}
+        return self._policys(workload, cluster, Traffic(mean_rps, traffic.dispersion, traffic.sigmas))
 
-    def _needed_beside_running(self, types: Iterable[str]) -> Counter[str]:
-        """Return the GPUs that would carry everything, by type, when what runs stays: those in use, and for what is
-        missing more of the types of which there are more. Without such types, as many as are missing of all."""
-        running, limits = for_workload(self.running.plan, self.workload), self.running.limits
-        missing, used = self.missing(running), gpus_used(running)
+    def needed_where_runs(self, plan: Plan) -> Mapping[str, int] | None:
+        """Return how many GPUs of each type would carry everything where a plan then runs: as many as the policy's plan
+        takes, where more have to come for it or nothing is missing. Else those in use, and for what is missing more of
+        the types of which there are more; without such types, as many as are missing of all."""
+        present, missing = Counter(gpu.type for gpu in self._uncut), self.missing(plan)
+        needed, limits = self.needed_gpus, self.running.limits
+        if needed is not None and (not missing or any(count > present[kind] for kind, count in needed.items())):
+            return needed
+        plan = for_workload(plan, self.workload)
+        used, types = gpus_used(plan), tuple(dict.fromkeys([*present, *self.running.growth]))
+        if not missing:
+            return used
         more = [kind for kind in types if kind not in limits or limits[kind] > used[kind]] or types
-        return used + gpus_used(self._bought(missing, more)) if missing else used
+        try:
+            return used + gpus_used(self._bought(missing, more))
+        except InvalidInputError as error:
+            self.faults.append(str(error))
+            return needed
 
     def trimmed(self, running: Plan) -> Plan | None:
         """Return the running plan without what it does not need, None when it needs everything: whole GPUs go first,

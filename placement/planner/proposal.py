@@ -73,7 +73,8 @@ def _best(task: PlanTask) -> Proposal:
         best = _best_of(candidates, candidates.all())
     if best is None:
         why = "; ".join(candidates.faults) or "no other plan was found"
-        return Proposal(None, "", ChangeWorth(False, why), candidates.needed_gpus)
+        needed = candidates.needed_where_runs(candidates.running.plan)
+        return Proposal(None, "", ChangeWorth(False, why), needed)
     if best.worth.pays and best.plan is not None:
         best = replace(best, plan=candidates.with_promises(best.plan))
     elif why := _why_declared_otherwise(candidates):
@@ -81,7 +82,8 @@ def _best(task: PlanTask) -> Proposal:
         if plan.gpulets:
             plan = candidates.with_promises(candidates.made_for_traffic(candidates.completed(plan)))
             best = Proposal(plan, "kept", ChangeWorth(True, why))
-    return replace(best, needed_gpus=candidates.needed_gpus)
+    runs = best.plan if best.worth.pays and best.plan is not None else candidates.running.plan
+    return replace(best, needed_gpus=candidates.needed_where_runs(runs))
 
 
 def _best_of(candidates: Candidates, plans: Sequence[Candidate]) -> Proposal | None:
