@@ -18,15 +18,14 @@ from tenuto.placement.fleet.demand import Kind, ModelGroup, fluid_of, group_mode
 from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, Shares, Spread, spread_traffic
 from tenuto.placement.placement_constraints import names_of
 from tenuto.placement.placement_constraints import without as cluster_without
-from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.plan_edits import drained
-from tenuto.placement.planner import PlanTask, RunningPlan, make_plan
+from tenuto.placement.planner import PlanTask, RunningPlan, make_plan, plan_on_fewest
 from tenuto.placement.policy import load_policy
 from tenuto.placement.workload import ModelSpec, Workload, lacking
 from tenuto.profiles import Profiles
 
 _ROUNDS = 3  # limit: spreads, each with the room that the plans before it had
-_TRIES = 12  # limit: plans of a cell, each on a GPU of each kind more
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ def _plan_cell(job: _Job, task: FleetTask) -> tuple[Plan | None, Plan | None]:
         policy = load_policy(task.policy.name, task.policy.options)
         question = PlanTask(policy, job.workload, cluster, task.profiles)
         if before is None or not before.gpulets or not job.workload.models:
-            plan = _on_fewest(question, job.used)
+            plan = plan_on_fewest(question, _first_gpus(cluster, job.used))
         else:
             plan = make_plan(replace(question, running=_runs(before, job.workload, len(cluster.gpus))))
         return before, drained(plan, job.cell.cluster, places) if places else plan
@@ -268,25 +267,9 @@ def _as_planned(app: Application, planned: Application | None) -> Application:
     return planned if same_rate.without_budgets() == planned.without_budgets() else app
 
 
-def _on_fewest(task: PlanTask, used: Mapping[Kind, float]) -> Plan:
-    """Return a plan on about as few GPUs of a cell as serve all as asked: first on those that a fluid takes, then on
-    more and more."""
-    prices, by_kind = task.cluster.prices, defaultdict[Kind, list[str]](list)
-    for gpu in task.cluster.gpus:
+def _first_gpus(cluster: Cluster, used: Mapping[Kind, float]) -> set[str]:
+    """Return as many GPUs of a cell as a fluid takes, which makes no replicas and so takes the fewest."""
+    prices, by_kind = cluster.prices, defaultdict[Kind, list[str]](list)
+    for gpu in cluster.gpus:
         by_kind[kind_of(gpu, prices)].append(gpu.id)
-    counts = {k: min(len(ids), math.ceil(used.get(k, 0.0) - 1e-6)) for k, ids in by_kind.items()}
-    for number in range(_TRIES + 1):
-        if number == _TRIES:
-            counts = {kind: len(ids) for kind, ids in by_kind.items()}
-        aside = tuple(gpu for kind, ids in by_kind.items() for gpu in ids[counts[kind] :])
-        cluster = task.cluster.model_copy(update={"left_out": (*(task.cluster.left_out or ()), *aside)})
-        plan = make_plan(task.on(cluster))
-        growing = [kind for kind, ids in by_kind.items() if counts[kind] < len(ids)]
-        leaves_idle = len(plan.used_gpus) < sum(counts.values())  # so that more would not help
-        if not plan.unserved_reasons or not growing or leaves_idle:
-            break
-        lacks = 1.0 - plan.expected.goodput_rps / max(1e-9, sum(spec.rate_rps for spec in plan.models))
-        for kind in [kind for kind in growing if counts[kind]] or growing[:1]:
-            counts[kind] = min(len(by_kind[kind]), counts[kind] + max(1, round(lacks * counts[kind])))
-    uncut = task.cluster.cut_as(plan.gpus)
-    return plan.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in uncut.gpus)})
+    return {gpu for kind, ids in by_kind.items() for gpu in ids[: math.ceil(used.get(kind, 0.0) - 1e-6)]}

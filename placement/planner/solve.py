@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tenuto.placement.application import online
@@ -58,8 +58,8 @@ def make_plan(task: PlanTask) -> Plan:
 
 
 def _rank(plan: Plan) -> PlanRank:
-    """Return the place of a plan among those for other splits. Of an application, as many requests are in time as the
-    stage that is served worst allows."""
+    """Return the place of a plan among those for other splits or on other GPUs. Of an application, as many requests
+    are in time as the stage that is served worst allows."""
     promised = plan.expected.models
     parts = {s.name: promised[s.name].goodput_rps / s.rate_rps if s.name in promised else 0.0 for s in plan.models}
     lacking_rps = sum(s.rate_rps * (1.0 - parts[s.name]) for s in own_demands(plan.models, plan.applications))
@@ -90,26 +90,38 @@ def enough_for_all(task: PlanTask) -> Plan:
     return make_plan(task.on(task.cluster.model_copy(update={"elastic": True})))
 
 
-def plan_on_fewest(task: PlanTask) -> Plan:
+def plan_on_fewest(task: PlanTask, first: Collection[str] | None = None) -> Plan:
     """Return a plan that serves every model as asked on as few GPUs of a fixed cluster as this search finds.
 
-    The search leaves out many GPUs at a time and then fewer, the dearest type first. When not even all GPUs serve every
-    model as asked, the plan is that of `make_plan`.
+    The search begins with the GPUs `first`, by default with all. While these are too few, it adds twice as many of each
+    of their types as before, or all when some stayed idle. Then it leaves out half of what may be too many, and ever
+    fewer, the dearest type first. When not even all GPUs serve every model as asked, it is the best plan of these.
 
     Raises:
         InvalidInputError: `make_plan` raised it.
     """
-    cluster, best = task.cluster, make_plan(task)
-    prices, step = cluster.prices, len(cluster.gpus) // 2
+    cluster, prices, more = task.cluster, task.cluster.prices, 1
+    tried = [gpu for gpu in cluster.gpus if first is None or gpu.id in first]
+    best = plan = make_plan(_on_only(task, tried))
+    too_few = 0 if first is None else len(tried)
+    while plan.unserved_reasons and not task.policy.watch.is_stopped():
+        rest = [gpu for gpu in cluster.gpus if gpu not in tried]
+        if not rest:
+            break
+        types, too_few = {gpu.type for gpu in rest} & {gpu.type for gpu in tried} or {rest[0].type}, len(tried)
+        if len(_held(plan)) < len({gpu.device for gpu in tried}):
+            types, more = {gpu.type for gpu in rest}, len(rest)
+        tried += [gpu for kind in types for gpu in [each for each in rest if each.type == kind][:more]]
+        plan, more = make_plan(_on_only(task, tried)), 2 * more
+        best = min(best, plan, key=_rank)
+    step = (len(tried) - too_few) // 2
     while step and not best.unserved_reasons and not task.policy.watch.is_stopped():
-        held = {*best.devices(best.used_gpus)}
+        held = _held(best)
         used = [gpu for gpu in cluster.gpus if gpu.device in held]
         for kind in sorted(prices, key=lambda kind: (-prices[kind], kind)):
-            of_type = [gpu.id for gpu in used if gpu.type == kind]
+            of_type = [gpu for gpu in used if gpu.type == kind]
             if step <= len(of_type) and step < len(used):
-                staying = {gpu.id for gpu in used} - {*of_type[-step:]}
-                left_out = tuple(gpu.id for gpu in cluster.gpus if gpu.id not in staying) + (cluster.left_out or ())
-                fewer = make_plan(task.on(cluster.model_copy(update={"left_out": left_out})))
+                fewer = make_plan(_on_only(task, [gpu for gpu in used if gpu not in of_type[-step:]]))
                 if not fewer.unserved_reasons:
                     best = fewer
                     break
@@ -117,6 +129,17 @@ def plan_on_fewest(task: PlanTask) -> Plan:
             step //= 2
     uncut = cluster.cut_as(best.gpus)
     return best.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in uncut.gpus)})
+
+
+def _held(plan: Plan) -> set[str]:
+    return {*plan.devices(plan.used_gpus)}
+
+
+def _on_only(task: PlanTask, gpus: Collection[Gpu]) -> PlanTask:
+    """Return the task with all other GPUs of its cluster left out."""
+    ids, cluster = {gpu.id for gpu in gpus}, task.cluster
+    left_out = (*(gpu.id for gpu in cluster.gpus if gpu.id not in ids), *(cluster.left_out or ()))
+    return task.on(cluster.model_copy(update={"left_out": left_out}))
 
 
 def plan_without_places(

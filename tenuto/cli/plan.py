@@ -31,6 +31,7 @@ from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.network_files import network_problems
 from tenuto.placement.placement_constraints import bearable, is_at, place_problems
 from tenuto.placement.placement_constraints import without as cluster_without
+from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.plan_edits import drained, with_the_rest
 from tenuto.placement.planner import PlanTask, RunningPlan, enough_for_all, make_plan, plan_on_fewest
 from tenuto.placement.planner.fault_tolerance import preferences_missed
@@ -54,7 +55,6 @@ T = TypeVar("T")
 
 STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"
 HIDDEN = "`hidden ms` of a full batch's latency are copies"
-_TRIES = 4  # limit: clusters, each one GPU larger, that are tried to find how many GPUs are enough
 NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
 
 
@@ -213,19 +213,18 @@ def _say_what_is_enough(task: PlanTask, *, is_file: bool) -> None:
     why; or why this cannot be told. GPUs of a cluster file may be special, so only their number is printed."""
     try:
         with planning_watched(task.policy):
-            enough = enough_for_all(task)
-            how = "--elastic"
+            enough, how = enough_for_all(task), "--elastic"
             if not enough.unserved and not is_file:
-                kinds = {gpu.device: (gpu.whole_type, ":mig" if gpu.mig == "managed" else "") for gpu in enough.gpus}
-                counts = Counter(kinds.values())
-                for _ in range(_TRIES):
-                    gpus = ",".join(f"{kind}:{count}{cut}" for (kind, cut), count in counts.items())
-                    given = make_plan(task.on(Cluster.parse(gpus)))
-                    if not given.unserved_reasons or (enough.unserved_reasons and not given.unserved):
-                        enough, how = given, f"--gpus {gpus}"
-                    if not given.unserved_reasons:
-                        break
-                    counts[counts.most_common(1)[0][0]] += 1
+                gpus = _short_form(enough.gpus)
+                given = make_plan(task.on(Cluster.parse(gpus)))
+                if enough.unserved_reasons and given.unserved_reasons:  # a larger fixed cluster may still serve more
+                    larger = plan_on_fewest(task.on(Cluster.parse(_short_form(enough.gpus, times=2))))
+                    if not larger.unserved_reasons:
+                        devices = {*larger.devices(larger.used_gpus)}
+                        gpus = _short_form(gpu for gpu in larger.gpus if gpu.device in devices)
+                        given = make_plan(task.on(Cluster.parse(gpus)))
+                if not given.unserved_reasons or (enough.unserved_reasons and not given.unserved):
+                    enough, how = given, f"--gpus {gpus}"
     except InvalidInputError as error:
         rule = error.problems[0].rule if error.problems else first_line(error)
         say(f"how many GPUs would serve all models is not known: {rule}")
@@ -241,6 +240,12 @@ def _say_what_is_enough(task: PlanTask, *, is_file: bool) -> None:
         cost = enough.expected.cost_per_hour
         price = "" if cost is None else f", {cost:,.2f} $/h"
         say(f"would serve all as asked: {enough.expected.gpus_used} GPUs{price}: {how}")
+
+
+def _short_form(gpus: Iterable[PlannedGpu], times: int = 1) -> str:
+    """Return the value of `--gpus` for the GPUs of a plan, each so many times."""
+    kinds = {gpu.device: (gpu.whole_type, ":mig" if gpu.mig == "managed" else "") for gpu in gpus}
+    return ",".join(f"{kind}:{times * count}{cut}" for (kind, cut), count in Counter(kinds.values()).items())
 
 
 def _inputs(

@@ -9,7 +9,7 @@ import pytest
 from tenuto.batching.planning.plan_search import PlanSearch, SearchOptions
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Workload, load_policy, solve
-from tenuto.placement.planner import PlanTask, plan_on_fewest
+from tenuto.placement.planner import PlanTask, make_plan, plan_on_fewest
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -70,10 +70,11 @@ def test_nothing_is_promised_in_full_that_missed_it_in_its_trial() -> None:
     assert missed
 
 
-def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_idle() -> None:
+@pytest.mark.parametrize("first", [None, ["n0/0"], ["n0/4"]])
+def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_idle(first: list[str] | None) -> None:
     workload, cluster = load(1.0), Cluster.parse("v100:3,a100:2")
-    for policy in (load_policy("symphony"), TenutoPolicy(**QUICK)):
-        plan = plan_on_fewest(PlanTask(policy, workload, cluster, PROFILES))
+    for policy in (load_policy("symphony"), *([TenutoPolicy(**QUICK)] if first is None else [])):
+        plan = plan_on_fewest(PlanTask(policy, workload, cluster, PROFILES), first)
         used = {gpulet.gpu for gpulet in plan.gpulets}
         assert [gpu.id for gpu in plan.gpus] == [gpu.id for gpu in cluster.gpus]
         assert plan.expected.gpus_used == len(used)
@@ -84,9 +85,22 @@ def test_the_fewest_gpus_of_a_fixed_cluster_serve_all_as_asked_and_the_others_id
             assert solve(policy, workload, fewer, PROFILES).unserved_reasons
 
 
-def test_a_cluster_that_is_too_small_is_used_as_a_whole() -> None:
+@pytest.mark.parametrize("policy", ["ffd", "gpulet"])
+def test_gpus_that_stay_idle_do_not_end_the_search_for_those_that_serve_all(policy: str) -> None:
+    models = [{"name": "vgg19", "rate_rps": 50, "slo_ms": 40}, {"name": "resnet50", "rate_rps": 20, "slo_ms": 200}]
+    workload, cluster = Workload.model_validate({"models": models}), Cluster.parse("t4:4,v100:3")
+    task = PlanTask(load_policy(policy), workload, cluster, PROFILES)
+    only_t4 = cluster.model_copy(update={"left_out": ("n0/4", "n0/5", "n0/6")})
+    assert "vgg19" in make_plan(task.on(only_t4)).unserved
+    plan = plan_on_fewest(task, ["n0/0", "n0/1", "n0/2"])
+    assert not plan.unserved_reasons
+    assert len(plan.used_gpus) <= len(plan_on_fewest(task).used_gpus)
+
+
+@pytest.mark.parametrize("first", [None, ["n0/1"]])
+def test_a_cluster_that_is_too_small_is_used_as_a_whole(first: list[str] | None) -> None:
     cluster = Cluster.parse("v100:2")
-    plan = plan_on_fewest(PlanTask(load_policy("symphony"), load(20.0), cluster, PROFILES))
+    plan = plan_on_fewest(PlanTask(load_policy("symphony"), load(20.0), cluster, PROFILES), first)
     assert plan.unserved_reasons
     assert plan == solve(load_policy("symphony"), load(20.0), cluster, PROFILES)
 
