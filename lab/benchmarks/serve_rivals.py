@@ -1,5 +1,4 @@
-"""Ray Serve applications that Tenuto is measured against: a bare no-op, and `@serve.batch` on the same emulated
-model."""
+"""The Ray Serve application that Tenuto is measured against: `@serve.batch` on the same emulated model."""
 
 import asyncio
 import time
@@ -9,20 +8,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from ray import serve
-
-noop_app = FastAPI()
-
-
-@serve.deployment(max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
-@serve.ingress(noop_app)
-class NoOp:
-    """FastAPI that reads nothing and answers a constant: the front door alone."""
-
-    @noop_app.post("/v2/models/synthetic/infer")
-    async def infer(self) -> dict[str, bool]:
-        """Answer."""
-        return {"ok": True}
-
 
 batch_app = FastAPI()
 
@@ -60,11 +45,6 @@ class ServeBatch:
         await request.body()
         await self._run(0)
         return JSONResponse({"outputs": []})
-
-
-def noop(_args: dict[str, Any]) -> Any:
-    """Build the no-op application."""
-    return NoOp.bind()
 
 
 def serve_batch(args: dict[str, Any]) -> Any:
