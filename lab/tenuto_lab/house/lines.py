@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from tenuto_lab.house.sources import Source
 
-_LAYOUT = frozenset(
-    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-)
+_WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def proper_lines(text: str) -> int:
-    """Return how many lines of a module are code proper.
+    """Return how many lines of a module are code proper. Blank lines of a text that is a value are code, too.
 
     Raises:
         SyntaxError: the text is not Python.
     """
-    code = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in _LAYOUT
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    return len(code - set(_beside(ast.parse(text))))
+    code = {line for line, words in enumerate(text.split("\n"), 1) if words.strip() and words.lstrip()[0] != "#"}
+    beside: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            code.update(_lines_of(node))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            beside.update(_lines_of(node))
+        elif isinstance(node, _WITH_DOCSTRINGS) and ast.get_docstring(node, clean=False) is not None:
+            beside.update(_lines_of(node.body[0]))
+    return len(code - beside)
 
 
-def _beside(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines of imports and docstrings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                yield from range(first.lineno, (first.end_lineno or first.lineno) + 1)
+def _lines_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def lines_by_room(sources: Iterable[Source]) -> Counter[str]:
