@@ -1,10 +1,10 @@
 """The plans that may take the place of a running one.
 
 What is placed stays in the plans that are `kept`, `extended` (the policy plans what is missing beside it), `trimmed`
-(gpu-lets that are not needed end) and `arranged` (replicas are added until models lie as they ask). Beside them stands
-the policy's plan for everything (`planned anew`), and, on GPUs that plans may cut into MIG instances, one with other
-layouts (`cut anew`). On a cluster that can grow what lies on a dear GPU may move to cheaper ones (`swapped`), of which
-some may have to be had first.
+(gpu-lets that are not needed end) and `arranged` (replicas are added beside others: until models lie as they ask, or,
+where GPUs lack, as long as one more carries more). Beside them stand the policy's plan for everything (`planned anew`)
+and, on GPUs that plans may cut into MIG instances, one with other layouts (`cut anew`). On a cluster that can grow what
+lies on a dear GPU may move to cheaper ones (`swapped`), of which some may have to be had first.
 """
 
 from __future__ import annotations
@@ -149,8 +149,12 @@ class Candidates:
             yield Candidate(how, plan)
         if not missing:
             yield from self._on_fewer_nodes(plan or running)
-        elif self.running.terms is not None and len(set(_weights(self.workload).values())) > 1:
-            yield Candidate("in place of others", self._in_place_of_others(running, missing))
+        elif self.running.terms is not None:
+            if len(set(_weights(self.workload).values())) > 1:
+                yield Candidate("in place of others", self._in_place_of_others(running, missing))
+            if not self.asks_for_places and (plan is None or self.missing(self.completed(plan))):
+                parts = dict.fromkeys(self.running.traffic.mean_rps, self.running.attainment)
+                yield Candidate("arranged", self._arranged(plan or running, parts, self.running.traffic))
         if self.asks_for_places:
             parts = {spec.name: 1.0 for spec in self.workload.models}
             yield Candidate("arranged", self._arranged(running, parts))

@@ -16,7 +16,7 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, so
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generation_capacity import carried, options_of
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.plan_edits import for_workload
+from tenuto.placement.plan_edits import for_workload, on_gpus
 from tenuto.placement.planner import PlanRequest, PlanTask, RunningPlan, propose
 from tenuto.placement.planner.candidates import Candidates
 from tenuto.placement.planner.change_stages import CUTTING_S, not_ready
@@ -153,6 +153,26 @@ def test_a_model_that_comes_is_added_to_what_runs_where_there_is_room(
             assert found.plan is not None
             assert found.needed_gpus
     assert ways[True] > ways[False]
+
+
+@pytest.mark.parametrize("policy", ["ffd", "gpulet"])
+@pytest.mark.parametrize("seed", range(3))
+def test_where_gpus_lack_models_share_what_is_left_as_long_as_that_serves_more(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    rates = {f"m{i}": rng.uniform(600.0, 900.0) for i in range(6)}
+    plan = make_plan({f"n{i}/0/a": (100.0, [f"m{i}"]) for i in range(6)})
+    plan = plan.model_copy(
+        update={"models": tuple(spec.model_copy(update={"rate_rps": rates[spec.name]}) for spec in plan.models)}
+    )
+    left = tuple(gpu(f"n{i}/0") for i in range(6 - rng.randint(1, 3)))
+    run = running_plan(on_gpus(plan, left), Traffic(rates))
+    answer = propose(PlanRequest(plan.workload, left, PolicyUsed(name=policy), run), Profiles([]))
+    assert answer.plan is not None
+    assert answer.worth.pays
+    assert not answer.plan.unserved
+    stays = sum(rates[f"m{i}"] for i in range(len(left)))
+    parts = Outlooks().of(answer.plan, Traffic(rates)).parts
+    assert sum(parts[name] * rate for name, rate in rates.items()) > 1.05 * stays
 
 
 def asked_for_everything(self: Candidates, cluster: Cluster) -> Plan:
