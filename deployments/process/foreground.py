@@ -204,11 +204,8 @@ class _Foreground:
         while True:
             waiting = [number for number in (self._taken, self._line.fileno()) if number >= 0]
             ready, _, _ = select.select(waiting, [], [], _LOOK_S)
-            code = self._obey(os.read(self._taken, 64)) if self._taken in ready else None
-            if code is not None:
-                return self._end(code)
             report = b""
-            if self._line.fileno() in ready:
+            if self._line.fileno() in ready:  # before signals: who was told that it serves may have sent them
                 report = self._line.recv(16)
                 if not report:
                     self._line.close()
@@ -217,6 +214,9 @@ class _Foreground:
                     self._is_serving, self._until_at = True, float("inf")
                 if b"e" in report and not self._is_draining:
                     self._is_draining, self._until_at = True, time.monotonic() + DRAIN_S
+            code = self._obey(os.read(self._taken, 64)) if self._taken in ready else None
+            if code is not None:
+                return self._end(code)
             below = _below(self._others)
             # Before `_reap`, so that the cause is reported, too.
             is_lost = not self._is_draining and self._report_lost(below)

@@ -201,8 +201,15 @@ def test_the_death_of_rays_agent_is_said_and_ends_it_with_3(tmp_path: Path) -> N
     process, url, mark = serving(tmp_path)
     try:
         until(lambda: process.poll() is not None or is_ready(url))
-        os.kill(of_ray(process, "DashboardAgent")[0], signal.SIGKILL)
-        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.stderr is not None
+        (agent,) = of_ray(process, "DashboardAgent")
+        os.kill(agent, signal.SIGSTOP)  # on a busy machine it takes a while until the foreground knows the agent
+        err = ""
+        while "dashboard agent (pid" not in err:
+            err += (line := process.stderr.readline())
+            assert line, err
+        os.kill(agent, signal.SIGKILL)
+        err += process.communicate(timeout=PATIENCE_S)[1]  # nothing that was written before is still unread
     finally:
         process.kill()
     assert process.returncode == 3, err

@@ -81,7 +81,8 @@ class System:
     # --- what became of requests --------------------------------------------------------------------------------
 
     def _lines(self, file: Path) -> list[list[str]]:
-        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        written = file.read_text() if file.exists() else ""
+        return [line.split() for line in written.splitlines(keepends=True) if line.endswith("\n")]
 
     def said(self, name: str) -> list[list[str]]:
         """What a gateway's present process has written."""

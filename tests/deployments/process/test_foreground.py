@@ -70,6 +70,11 @@ def joining(orders):
         say("removed")
     return 0
 
+def unheard(orders):
+    os.kill(os.getppid(), signal.SIGSTOP)
+    serving(orders)
+    return 0
+
 def deaf(orders):
     orders.serving()
     say("serving")
@@ -220,6 +225,15 @@ def test_every_end_has_its_code_and_leaves_nothing(
         if number is not signals[-1]:  # the system hands out those that wait by their numbers
             front.hear("deaf")
     assert front.code() == code
+
+
+def test_who_was_told_that_it_serves_ends_it_as_what_serves(ended: list[Front]) -> None:
+    """A busy foreground learns both at once; it ended what it took for a start by force."""
+    front = Front("unheard")
+    ended.append(front)
+    front.process.send_signal(signal.SIGTERM)
+    front.process.send_signal(signal.SIGCONT)
+    assert front.code() == 0
 
 
 def test_signals_at_once_in_any_number_and_order_end_it(ended: list[Front]) -> None:
