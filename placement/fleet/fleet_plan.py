@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.fleet.demand import Kind, ModelGroup, fluid_of, group_models, kind_of, room_of
 from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, Shares, Spread, spread_traffic
@@ -81,17 +82,17 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
     fluid, running = fluid_of(groups, total), running_shares(groups, task.cells)
     done: dict[str, tuple[Workload, Plan | None, Plan | None]] = {}
     spread = spread_traffic(groups, rooms, fluid, running, at_most=task.at_most)
-    for _ in range(_ROUNDS):
+    for left in reversed(range(_ROUNDS)):
         jobs = [
             _Job(cell, _part_of(task.workload, groups, spread.planned, cell), spread.used[cell.name])
             for cell in task.cells
         ]
-        jobs = [job for job in jobs if job.cell.name not in done or done[job.cell.name][0] != job.workload]
+        jobs = [job for job in jobs if job.cell.name not in done or not _goes_on(job, done[job.cell.name])]
         for job, (before, plan) in zip(jobs, _planned(jobs, task), strict=True):
             done[job.cell.name] = job.workload, before, plan
         short = {name: plan for name, (_, _, plan) in done.items() if plan is not None and _is_short(plan)}
-        if not short or len(short) == len(rooms):
-            break
+        if not left or not short or len(short) == len(rooms):
+            break  # no traffic goes where no plan was made for it
         rooms = [_with_less(room, spread.used[room.name], short.get(room.name)) for room in rooms]
         again = spread_traffic(groups, rooms, fluid, running or spread.traffic, at_most=task.at_most)
         if again.traffic == spread.traffic:
@@ -168,15 +169,21 @@ def _part_of(workload: Workload, groups: Sequence[ModelGroup], planned: Shares, 
 
 
 def _is_short(plan: Plan) -> bool:
-    """Return whether a plan serves too little though it uses every GPU."""
-    return bool(plan.unserved_reasons) and {*plan.used_gpus} >= {gpu.id for gpu in plan.gpus}
+    """Return whether a plan serves too little though it uses every GPU, by more than promises are exact to."""
+    is_full = {*plan.used_gpus} >= {gpu.id for gpu in plan.gpus}
+    return bool(plan.unserved_reasons) and is_full and _promised_part(plan) < 1.0 - NOTHING
+
+
+def _promised_part(plan: Plan) -> float:
+    """Return how much a plan promises of what it was made for."""
+    return plan.expected.goodput_rps / max(1e-9, sum(spec.rate_rps for spec in plan.models))
 
 
 def _with_less(room: CellRoom, used: Mapping[Kind, float], short: Plan | None) -> CellRoom:
     """Return the room of a cell whose plan serves too little: as much as the plan promises of what it was made for."""
     if short is None:
         return room
-    part = short.expected.goodput_rps / sum(spec.rate_rps for spec in short.models)
+    part = _promised_part(short)
     return replace(room, gpus={kind: min(count, part * used.get(kind, 0.0)) for kind, count in room.gpus.items()})
 
 
@@ -257,6 +264,13 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
     offered = sum(then[name] * ratio for name, ratio in zip(now, ratios, strict=True))
     most = 1.0 if plan.unserved_reasons else HEADROOM  # a promise near the limit of its GPUs stands no more
     return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / HEADROOM
+
+
+def _goes_on(job: _Job, done: tuple[Workload, Plan | None, Plan | None]) -> bool:
+    """Return whether what a spread before made of a cell does for another spread, too."""
+    workload, _, plan = done
+    is_enough = plan is not None and not plan.unserved_reasons and _is_in_band(plan, job.workload)
+    return workload == job.workload or is_enough
 
 
 def _as_planned(app: Application, planned: Application | None) -> Application:

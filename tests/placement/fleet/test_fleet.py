@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -121,7 +122,7 @@ def test_a_model_is_whole_in_one_cell_where_it_fits_and_large_ones_are_in_severa
     assert all(abs(sum(shares.values()) - 1.0) < 1e-6 for shares in done.traffic.values())
     assert all(not plan.unserved_reasons for plan in done.plans.values())
     rates = [plan.model("large").rate_rps for plan in done.plans.values()]
-    assert sum(rates) == pytest.approx(2200.0)
+    assert 2200.0 / HEADROOM <= sum(rates) <= 2200.001
 
 
 def test_what_has_no_room_anywhere_is_said_and_nobody_else_suffers() -> None:
@@ -255,6 +256,18 @@ def test_a_cell_that_is_gone_leaves_its_models_to_the_others() -> None:
     assert {cell for shares in again.traffic.values() for cell in shares} == {"c1", "c2"}
     stayed = [name for name, shares in first.traffic.items() if "c3" not in shares]
     assert all(again.traffic[name] == first.traffic[name] for name in stayed)
+
+
+@pytest.mark.parametrize("seed", [1, 4, 7])
+def test_traffic_goes_only_where_a_plan_has_the_model_for_about_that_rate(seed: int) -> None:
+    rng = random.Random(f"full cells {seed}")
+    states, rates = cells(*(f"c{n}" for n in range(4))), {f"m{n}": rng.uniform(100.0, 900.0) for n in range(20)}
+    part = 16 * 450.0 * rng.uniform(0.9, 1.05) / sum(rates.values())  # of all GPUs: every spread leaves a cell short
+    done = planned(workload(*(model(name, part * rate) for name, rate in rates.items())), states)
+    for name, shares in done.traffic.items():
+        for cell, share in shares.items():
+            then = {spec.name: spec.rate_rps for spec in done.plans[cell].models}
+            assert share * part * rates[name] <= HEADROOM * then[name] * (1.0 + 1e-6)
 
 
 def test_a_model_that_one_cell_alone_can_hold_stays_and_one_with_a_choice_moves() -> None:
