@@ -10,13 +10,13 @@ than the plan stands, which is `HEADROOM` times what it was made for. It takes e
 `LOOK` minutes, and plans near what runs. So a change of rate is in force a minute later: measured, planned, begun.
 Gpu-lets that start and stop cost no requests by themselves.
 
-Between steps `--windows` minutes are drawn (0.2: one after every fifth step, on average). In each the traffic of every
-cell is simulated request by request for `--seconds` at the rates of that minute. The rest is a fluid: of each model
-what its cells' plans promise. The attainment of a model is that of the fluid over all minutes, and added to it what the
-simulated seconds differ from the fluid of the same seconds; each stands for the minutes between its two steps. `--full`
-simulates every second of every minute. The minute of a failure is simulated whole, apart, and is no part of the
-attainment. With `--slower` batches take so many times as long, SLOs are as much longer, and rates as much lower: fewer
-requests for as many GPUs.
+Of every hour `--windows` minutes are drawn, one from each part of the hour, whenever steps are, so that a minute counts
+as much as any other. In each the traffic of every cell is simulated request by request for `--seconds` at the rates of
+that minute. The rest is a fluid: of each model all that plans stand, and of a cell that is asked for more what the
+planner's formulas expect. The attainment of a model is that of the fluid over all minutes, and added to it what the
+simulated seconds differ from the fluid of the same seconds. `--full` simulates every second of every minute. The minute
+of a failure is simulated whole, apart, and is no part of the attainment. With `--slower` batches take so many times as
+long, SLOs are as much longer, and rates as much lower: fewer requests for as many GPUs.
 
 Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of five minutes,
 of every `--clairvoyant`th five minutes; what runs meanwhile is what it is compared with.
@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import node_of
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.fleet.traffic_spread import HEADROOM, Shares
 from tenuto.placement.plan_edits import on_gpus
 
@@ -85,6 +87,11 @@ class Day:
             result: Numbers = np.clip(self.fluid / self.offered + differs, 0.0, 1.0)
         return result
 
+    def lost(self, at_end: Day) -> float:
+        """Return the requests not in time so far, where each simulated one stands for as many as at the day's end."""
+        weights = np.divide(at_end.offered, at_end.sampled, out=np.zeros_like(self.offered), where=at_end.sampled > 0.0)
+        return float((self.offered - self.fluid + weights * (self.sampled_fluid - self.in_time)).sum())
+
 
 @dataclass
 class Running:
@@ -104,14 +111,18 @@ class Running:
         return sum(plan.expected.cost_per_hour or 0.0 for plan in self.plans.values())
 
     def served(self, names: Sequence[str], rates: Numbers) -> Numbers:
-        """Return by model the rate that the plans promise of the rates that clients send."""
-        served = np.zeros(len(names))
-        for place, name in enumerate(names):
-            for cell, share in self.traffic.get(name, {}).items():
-                promise = self.plans[cell].expected.models.get(name) if cell in self.plans else None
-                if promise is not None:
-                    more = 1.0 if name in self.plans[cell].unserved_reasons else HEADROOM
-                    served[place] += min(share * rates[place], more * promise.goodput_rps)
+        """Return by model the rate that is expected in time of the rates that clients send: all of it where every
+        model of a cell has what its plan stands."""
+        served, place = np.zeros(len(names)), {name: at for at, name in enumerate(names)}
+        for cell, plan in self.plans.items():
+            asked = {n: self.traffic[n].get(cell, 0.0) * float(rates[place[n]]) for n in plan.expected.models}
+            stands = {n: HEADROOM * each.goodput_rps for n, each in plan.expected.models.items()}
+            if all(asked[name] <= stands[name] for name in asked):
+                parts: Mapping[str, float] = dict.fromkeys(asked, 1.0)
+            else:
+                parts = Outlooks().of(plan, Traffic(asked)).parts
+            for name, rate in asked.items():
+                served[place[name]] += parts.get(name, 0.0) * rate
         return served
 
     def simulated(
@@ -147,6 +158,16 @@ class Running:
                 offered[names.index(spec.name)] += row.sum()
                 in_time[names.index(spec.name)] += row[Outcome.OK]
         return offered, in_time
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step leaves at its end: the hour, the mean rate and the GPUs since the one before, and the day so far."""
+
+    hour: float
+    rps: float
+    gpus: int
+    day: Day
 
 
 def demand(scene: Scene, seed: int, doubling: float, swing: float | None = None) -> Numbers:
@@ -199,7 +220,8 @@ def run(seed: int, given: argparse.Namespace) -> None:
     lost = failures(scene, given.failures, minutes, rng)
     peak, _ = planned(at_rates(scene, rates[:minutes].max(axis=0)), {}, given.policy)
     day, running, since = Day.of(len(names)), Running(), time.process_time()
-    plan_s, short, seen = 0.0, 0, list[tuple[float, float, float, float]]()
+    drawn = _drawn(minutes, 60.0 if given.full else given.windows, rng)
+    plan_s, short, seen = 0.0, 0, list[Seen]()
     own, clairvoyant, start, steps, used = 0.0, 0.0, 0, 0, np.zeros(minutes)
     while start < minutes:
         if start - 1 in lost:
@@ -218,18 +240,15 @@ def run(seed: int, given: argparse.Namespace) -> None:
         for minute in quiet:
             day.offered += 60.0 * rates[minute]
             day.fluid += 60.0 * running.served(names, rates[minute])
-        count = int(given.windows) + int(rng.random() < given.windows % 1.0)
-        drawn = quiet if given.full else rng.permutation(quiet)[:count].tolist()
-        for minute in drawn:
+        for minute in drawn.intersection(quiet):
             seconds, draws = 60.0 if given.full else given.seconds, seed * MINUTES + minute
             offered, in_time = running.simulated(
                 names, rates[minute], seconds, draws, warm_up_s=given.slower * WARM_UP_S
             )
             part = running.served(names, rates[minute]) / np.maximum(rates[minute], 1e-9)
-            stands_for = 1.0 if given.full else len(quiet) / min(len(quiet), given.windows)
-            day.sampled += stands_for * offered
-            day.in_time += stands_for * in_time
-            day.sampled_fluid += stands_for * part * offered
+            day.sampled += offered
+            day.in_time += in_time
+            day.sampled_fluid += part * offered
             day.requests += int(offered.sum())
         for minute in range(start, end):
             if minute in lost:
@@ -246,7 +265,7 @@ def run(seed: int, given: argparse.Namespace) -> None:
             file=sys.stderr,
             flush=True,
         )
-        seen.append((end / 60.0, float(rates[start:end].sum(axis=1).mean()), running.gpus, 100.0 * _all(day, good)))
+        seen.append(Seen(end / 60.0, float(rates[start:end].sum(axis=1).mean()), running.gpus, deepcopy(day)))
         start = end
     for slot in range(0, minutes, SLOT * given.clairvoyant) if given.clairvoyant else ():
         ideal, _ = planned(at_rates(scene, rates[slot : slot + SLOT].mean(axis=0)), {}, given.policy)
@@ -271,6 +290,12 @@ def run(seed: int, given: argparse.Namespace) -> None:
         _draw(Path(given.svg), f"A day of {gpus} GPUs in {given.cells} cells (simulated)", seen)
 
 
+def _drawn(minutes: int, per_hour: float, rng: np.random.Generator) -> set[int]:
+    """Return the minutes that are simulated: one of each part of the day of this length, any of them as likely."""
+    apart = 60.0 / per_hour
+    return {int(apart * (part + rng.random())) for part in range(int(minutes / apart))}
+
+
 def _is_due(minute: int, last: Numbers, asked: Numbers, every: int, lost: Mapping[int, str]) -> bool:
     """Return whether a step is in force from a minute on, when the minute before had the rates `last`."""
     return minute % every == 0 or minute - 1 in lost or bool((last > HEADROOM * np.maximum(0.1, asked)).any())
@@ -287,12 +312,13 @@ def _left(plan: Plan, node: str) -> Plan:
     return on_gpus(plan, gpus).model_copy(update={"gpus": gpus})
 
 
-def _draw(path: Path, title: str, seen: Sequence[tuple[float, float, float, float]]) -> None:
-    hours, load, gpus, attained = ([row[at] for row in seen] for at in range(4))
+def _draw(path: Path, title: str, seen: Sequence[Seen]) -> None:
+    hours, day = [row.hour for row in seen], seen[-1].day
+    lost = [100.0 * row.day.lost(day) / day.offered.sum() for row in seen]
     panels = [
-        Panel("requests per second", [Series("all models", hours, load, "#1f77b4", steps=True)]),
-        Panel("GPUs", [Series("in use", hours, gpus, "#999", steps=True)]),
-        Panel("not in time so far, %", [Series("all models", hours, [100 - a for a in attained], "#d62728")]),
+        Panel("requests per second", [Series("all models", hours, [row.rps for row in seen], "#1f77b4", steps=True)]),
+        Panel("GPUs", [Series("in use", hours, [row.gpus for row in seen], "#999", steps=True)]),
+        Panel("not in time so far, % of the day", [Series("all models", hours, lost, "#d62728")]),
     ]
     path.write_text(picture(title, panels, "h"), encoding="utf-8")
 
@@ -308,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "load": 0.4,
         "doubling": 0.6,
         "failures": 0.0,
-        "windows": 1.0,
+        "windows": 12.0,
         "seconds": 2.0,
         "slower": 1.0,
     }.items():
