@@ -301,7 +301,8 @@ def day(args: argparse.Namespace) -> None:
             f"it), clairvoyant per 300 s {clairvoyant:.1f} ({held / clairvoyant:.2f} of it; {keeps:.1f}, or "
             f"{held / keeps:.2f}, where it promises every model 99 %); changes per hour "
             f"{run.count(Kind.CHANGED) / hours:.1f}; models below 99 %: "
-            + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none"),
+            + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none")
+            + f"; the worst outside unannounced jumps {min(outside_jumps(run, counts).values()):.2%}",
             flush=True,
         )
         if args.svg:
@@ -323,9 +324,23 @@ def day(args: argparse.Namespace) -> None:
         growth=one.one_of_each,
         seed=args.seed,
         **({"provision_s": (60.0, 180.0)} if args.types else {}),
-    ).run(300.0, tell)
+    ).run(60.0, tell)
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
+
+
+def outside_jumps(run: ControlledRun, counts: NDArray[np.float64]) -> dict[str, float]:
+    """Return the part of each model's requests in time, without the three minutes from each minute that brings more
+    than 1.5 times the mean of the five before, and more by three standard deviations."""
+    parts = {}
+    for index, name in enumerate(run.names):
+        by_minute = [counts[int(w.end_s) - 60 : int(w.end_s), index].sum() for w in run.windows]
+        means = [np.mean(by_minute[max(0, at - 5) : at] or by_minute[:1]) for at in range(len(by_minute))]
+        jumps = [at for at, mean in enumerate(means) if by_minute[at] > 1.5 * mean + 3.0 * math.sqrt(mean)]
+        left_out = {at + late for at in jumps for late in range(3)}
+        ended = np.sum([w.ended[index] for at, w in enumerate(run.windows) if at not in left_out], axis=0)
+        parts[name] = float(ended[Outcome.OK] / ended.sum()) if ended.sum() else 1.0
+    return parts
 
 
 def paid(run: ControlledRun, prices: Mapping[str, float | None], until_s: float) -> float:
