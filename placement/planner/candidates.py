@@ -135,11 +135,13 @@ class Candidates:
             if all(part <= most.get(name, SLIGHT) for name, part in self.missing(done).items()):
                 yield Candidate(how, done)
 
-    def _arranged(self, running: Plan, parts: Mapping[str, float], traffic: Traffic | None = None) -> Plan:
-        """Return the running plan with as many more replicas as it takes to promise these parts of the traffic, by
-        default of the declared rates, where models ask to lie."""
+    def _arranged(
+        self, running: Plan, parts: Mapping[str, float], traffic: Traffic | None = None, at_most: int | None = None
+    ) -> Plan:
+        """Return the running plan with as many more replicas, `at_most` so many, as it takes to promise these parts of
+        the traffic, by default of the declared rates, where models ask to lie."""
         plan = running.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in self.gpus)})
-        return self._with_larger_batches(self.completed(plan, parts, traffic))
+        return self._with_larger_batches(self.completed(plan, parts, traffic, at_most))
 
     def incremental(self, running: Plan) -> Iterator[Candidate]:
         """Yield the plans that leave the gpu-lets of a running plan of the workload where they are, not completed."""
@@ -152,9 +154,12 @@ class Candidates:
         elif self.running.terms is not None:
             if len(set(_weights(self.workload).values())) > 1:
                 yield Candidate("in place of others", self._in_place_of_others(running, missing))
-            if not self.asks_for_places and (plan is None or self.missing(self.completed(plan))):
+            left = missing if plan is None else self.missing(self.completed(plan))
+            if left and not self.asks_for_places:
                 parts = dict.fromkeys(self.running.traffic.mean_rps, self.running.attainment)
-                yield Candidate("arranged", self._arranged(plan or running, parts, self.running.traffic))
+                # One more for each that lacks something: more take long to find, and longer to load.
+                arranged = self._arranged(plan or running, parts, self.running.traffic, len(left))
+                yield Candidate("arranged", arranged)
         if self.asks_for_places:
             parts = {spec.name: 1.0 for spec in self.workload.models}
             yield Candidate("arranged", self._arranged(running, parts))
@@ -477,14 +482,20 @@ class Candidates:
         task = replace(self._as_measured(workload, cluster), traffic=traffic, attainment=attainment)
         return self._as_profiled(plan_anew(task), workload)
 
-    def completed(self, plan: Plan, parts: Mapping[str, float] | None = None, traffic: Traffic | None = None) -> Plan:
-        """Return a plan near what runs with what follows from it; with as many more replicas as it takes to promise
-        these parts of the traffic. What runs goes on with the same GPUs, MPS and streaming."""
+    def completed(
+        self,
+        plan: Plan,
+        parts: Mapping[str, float] | None = None,
+        traffic: Traffic | None = None,
+        at_most: int | None = None,
+    ) -> Plan:
+        """Return a plan near what runs with what follows from it; with as many more replicas, `at_most` so many, as it
+        takes to promise these parts of the traffic. What runs goes on with the same GPUs, MPS and streaming."""
         running, task = self.running.plan, self._as_measured(self.workload, self._task.cluster.as_cut)
         workload = task.workload.model_copy(update={"mps": running.mps, "streaming": running.streaming})
         bare = for_workload(plan, workload).model_copy(update={"believed": None})
         task = replace(task, workload=workload, traffic=traffic)
-        at_most = 0 if parts is None else None
+        at_most = 0 if parts is None else at_most
         parts = {spec.name: parts[spec.name] for spec in workload.models if spec.name in parts} if parts else {}
         done = complete_successor(bare, running, task, parts=parts, at_most=at_most)
         return self._as_profiled(done, self.workload).model_copy(update={"gpus": plan.gpus})
