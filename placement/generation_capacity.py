@@ -47,8 +47,6 @@ WORTH_TOGETHER = 1.5
 leave memory. The others lie beside each other, and no loss takes several GPUs from them."""
 _MEMORY_PART = 0.9
 """derived: the part of its memory that a gpu-let uses, as the ledger leaves a tenth for workspaces."""
-_QUANTILE = 5
-"""derived: percent between two quantiles of the lengths in a trace."""
 _DRAWN = 10_000
 """derived: requests of which is told how many are too long."""
 
@@ -178,7 +176,7 @@ def with_lengths(spec: ModelSpec) -> ModelSpec:
     names = ("prompt_tokens", "output_tokens")
     traced = dict(zip(names, usual_lengths(spec.name, spec.arrival), strict=True))
     lengths = {
-        name: Lengths(quantiles=quantiles_of(tokens, _QUANTILE))
+        name: Lengths(quantiles=quantiles_of(tokens))
         for name, tokens in traced.items()
         if tokens is not None and getattr(generates, name) is None
     }

@@ -94,6 +94,17 @@ def test_a_schedule_is_the_same_for_a_seed_and_has_lengths() -> None:
     assert planned.output_tokens.mean > 500
 
 
+@pytest.mark.parametrize("category", ["m-small", "m-mid", "m-large", "deepseek-r1"])
+def test_lengths_are_planned_with_the_mean_that_comes(category: str) -> None:
+    spec = writes(category=category)
+    planned, tokens = with_lengths(spec).generates, make_schedule([spec], 20_000.0, 1).tokens
+    assert planned is not None
+    assert tokens is not None
+    for lengths, come in ((planned.prompt_tokens, tokens.prompt), (planned.output_tokens, tokens.output)):
+        assert lengths is not None
+        assert lengths.mean == pytest.approx(come.mean(), rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -9,7 +9,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.files import parse_yaml
 from tenuto.placement import Workload
-from tenuto.placement.generates import Lengths
+from tenuto.placement.generates import Lengths, quantiles_of
 from tenuto.profiles import Generation, ModelProfile, Profile, StepCost, StepsAt
 from tenuto.profiles.generation import pairs_of
 
@@ -74,6 +74,15 @@ def test_lengths_may_be_those_of_a_column_of_a_trace(tmp_path: Path) -> None:
     assert (drawn.min(), np.median(drawn), drawn.max()) == (5, pytest.approx(12, abs=1), 40)
     assert lengths.most == 40
     assert lengths.part_up_to(12) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.5, 2.5])
+def test_quantiles_of_a_trace_have_its_mean_though_few_texts_have_most_tokens(sigma: float) -> None:
+    drawn = 20.0 * np.exp(sigma * np.random.default_rng(1).standard_normal(20_000))
+    tokens = np.maximum(1, np.rint(drawn)).astype(np.int64)
+    lengths = Lengths(quantiles=quantiles_of(tokens))
+    assert lengths.mean == pytest.approx(tokens.mean(), rel=0.05)
+    assert lengths.most == tokens.max()
 
 
 @pytest.mark.parametrize(
