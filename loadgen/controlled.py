@@ -26,7 +26,7 @@ from tenuto.loadgen.simulated import beside, make_backlog, offline_apart
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.application import Application, online
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, whole_of
 from tenuto.placement.policy import load_policy
 from tenuto.placement.workload import client_targets, staged_models
 from tenuto.profiles import Profiles
@@ -68,7 +68,7 @@ class ControlledSimulation:
         self, rate_scale: float = 1.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None
     ) -> ControlledRun:
         """Serve all requests at a rate scale, from the first plan on."""
-        growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
+        growth = {gpu.whole_type: whole_of(gpu) for gpu in reversed(self.gpus) if gpu.whole_type in self.settings.gpus}
         load, joins = self._load(rate_scale)
         run = ControlledCluster(
             load,

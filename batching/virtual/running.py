@@ -7,6 +7,7 @@ nothing: its caller changes the plan by `apply`, and learns by `look` what happe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -26,7 +27,7 @@ from tenuto.batching.virtual.virtual_gpulets import EmulatedBatch
 from tenuto.batching.virtual.virtual_steps import RequestTokens
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
-from tenuto.placement.plan import GpuletProcess
+from tenuto.placement.plan import GpuletProcess, PlannedGpu
 
 _TOLD_AFTER = 3  # derived: as live: after so many batches of another latency than planned, the scheduler is told
 
@@ -146,6 +147,7 @@ class RunningSystem:
         self._cannot_start = cannot_start
         self._generator = np.random.default_rng(seed)
         self._system = System((), ())  # of the present plan
+        self._gpus: dict[str, PlannedGpu] = {}  # of all plans, by id
         self._ids: list[str] = []  # ids of the gpu-lets of all plans, by place
         self._processes: dict[str, _Process] = {}  # by gpu-let
         self._idle: set[str] = set()  # gpu-lets on standby; their processes hold no share
@@ -158,21 +160,23 @@ class RunningSystem:
 
     # --- changes of the plan and of processes ---------------------------------------------------------------------
 
-    def apply(self, plan: Plan, standby: Sequence[Gpulet] = ()) -> None:
+    def apply(self, plan: Plan, standby: Sequence[Gpulet] = (), *, later_s: Mapping[str, float] | None = None) -> None:
         """Serve by `plan` from now on, with idle processes for the gpu-lets on `standby` beside it.
 
         New gpu-lets are started. A gpu-let that gets more models loads them and does not serve meanwhile. A gpu-let
         that needs another process starts anew. A gpu-let that is not in the new plan ends the batches that it runs.
+        `later_s`: by gpu-let, how many seconds later than others its process starts, as when its GPU is cut first.
         """
         now = self.now_ms
         self._charge()
+        self._gpus |= {gpu.id: gpu for gpu in plan.gpus}
         processes: dict[str, _Process] = {}
         self._idle = {gpulet.id for gpulet in standby}
         fixed = plan.model_copy(update={"gpulets": (*plan.gpulets, *standby)}).processes() | plan.processes()
         for gpulet in (*plan.gpulets, *standby):
             process = self._processes.get(gpulet.id)
             if process is None or process.fixed != fixed[gpulet.id]:
-                process = self._started(gpulet, fixed[gpulet.id], now)
+                process = self._started(gpulet, fixed[gpulet.id], now + 1000.0 * (later_s or {}).get(gpulet.id, 0.0))
             else:
                 missing = {r.name for r in gpulet.models} - {r.name for r in process.gpulet.models}
                 process.gpulet = gpulet
@@ -317,9 +321,14 @@ class RunningSystem:
         seconds = (self.now_ms - self._used_at_ms) / 1000.0
         self._used_at_ms = self.now_ms
         alive = [process.gpulet for process in self._processes.values() if process.broken != "lost"]
-        held_pct = sum(gpulet.effective_share_pct * len(gpulet.gpus) for gpulet in alive if gpulet.id not in self._idle)
-        self._share_s += seconds * held_pct / 100.0
-        self._gpu_s += seconds * len({gpu for gpulet in alive for gpu in gpulet.gpus})
+        held: defaultdict[str, float] = defaultdict(float)
+        for gpulet in alive:
+            for gpu in gpulet.gpus:
+                held[gpu] += 0.0 if gpulet.id in self._idle else gpulet.effective_share_pct / 100.0
+        gpus = {name: self._gpus[name] for name in held}
+        shares = (held[n] if gpu.cut_as is None else min(1.0, held[n]) * gpu.part for n, gpu in gpus.items())
+        self._share_s += seconds * sum(shares)
+        self._gpu_s += seconds * len({gpu.device for gpu in gpus.values()})
 
     # --- looks --------------------------------------------------------------------------------------------------------
 

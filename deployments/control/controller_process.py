@@ -374,6 +374,7 @@ def begin_on_cluster(
     joining = JoiningNodes(
         {} if settings.mode == "off" else {kind: bound.labels for kind, bound in settings.gpus.items()},
         read_declared_nodes(store),
+        cut=[kind for kind, bound in settings.gpus.items() if bound.mig == "managed"],
         emulated=deployment.executor == "emulated",
         needs_mps=memory.plan.mps == "required",
     )

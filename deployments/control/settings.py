@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 from tenuto.documents import Fault, StrictModel
 from tenuto.errors import InvalidInputError, refused
 from tenuto.outcome import ATTAINED
-from tenuto.placement.cluster import START_S, Price, SpotTerms, check_spot_price
+from tenuto.placement.cluster import START_S, MigUse, Price, SpotTerms, check_spot_price
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.policy import load_policy
+from tenuto.profiles.mig_instances import instance_profiles, mig_types
 
 Mode = Literal["off", "advise", "act"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -76,7 +77,7 @@ class GpuBounds(StrictModel):
 
     `per_node`: GPUs on each node that Ray's autoscaler brings. `labels`: what such nodes are labelled with; default:
     Ray's own label of the accelerator type. `price_per_hour` of a GPU, and `spot`, take the place of whatever a cluster
-    file says of the type.
+    file says of the type. `mig: managed`: plans may cut GPUs that join.
     """
 
     min: Annotated[int, Field(ge=0)] = 0
@@ -85,6 +86,7 @@ class GpuBounds(StrictModel):
     labels: dict[str, str] = Field(default_factory=dict)
     price_per_hour: Price | None = None
     spot: SpotTerms | None = None
+    mig: MigUse = "fixed"
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuBounds:
@@ -129,6 +131,14 @@ class ControlSettings(StrictModel):
     def _mode_without_quotes(cls, data: Any) -> Any:
         """YAML 1.1 reads a bare off as false."""
         return {**data, "mode": "off"} if isinstance(data, dict) and data.get("mode") is False else data
+
+    @model_validator(mode="after")
+    def _can_be_cut(self) -> ControlSettings:
+        for kind, bounds in self.gpus.items():
+            if bounds.mig == "managed" and not instance_profiles(kind):
+                known = f"Types with MIG: {', '.join(mig_types())}."
+                raise Fault(f"GPU type '{kind}' has no MIG", f"Leave `mig` of gpus.{kind} away. {known}")
+        return self
 
 
 def check_policy(control: dict[str, Any] | None, plan: Plan) -> None:

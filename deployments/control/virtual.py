@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan, Workload
-from tenuto.placement.cluster import Gpu, node_of
+from tenuto.placement.cluster import Cluster, Gpu, node_of
 from tenuto.placement.planner import Proposal, propose
+from tenuto.placement.planner.change_stages import CUTTING_S, places_to_be
 from tenuto.profiles import Profiles
 
 _PLANNING_S = 0.5  # default: until a plan comes
@@ -266,7 +268,8 @@ class ControlledCluster:
             if isinstance(decision, LogLine):
                 self._result.entries.append(decision)
             elif isinstance(decision, Apply):
-                self._system.apply(decision.plan, decision.standby)
+                later_s = self._cut_for(decision.plan)
+                self._system.apply(decision.plan, decision.standby, later_s=later_s)
                 self._result.plans.append((now_s, decision.plan, decision.why))
                 gone = [g.id for g in decision.plan.gpulets if not self._gpus.keys() >= {*g.gpus}]
                 if gone:
@@ -276,6 +279,15 @@ class ControlledCluster:
             elif isinstance(decision, WantGpus):
                 self._requested = decision.by_type
                 self._provide(now_s)
+
+    def _cut_for(self, plan: Plan) -> dict[str, float]:
+        """Cut the present GPUs as a plan needs them. Return how much later its gpu-lets start on those that are cut."""
+        gpus = tuple(self._gpus.values())
+        present, to_be = {gpu.device for gpu in gpus}, {gpu.id for gpu in places_to_be(plan, gpus)}
+        if to_be:
+            cluster = Cluster.of(gpus).uncut.cut_as(gpu for gpu in plan.gpus if gpu.device in present)
+            self._gpus = {gpu.id: gpu for gpu in cluster.gpus}
+        return {gpulet.id: CUTTING_S for gpulet in plan.gpulets if not to_be.isdisjoint(gpulet.gpus)}
 
     def _plan(self, now_s: float, decision: MakePlan) -> None:
         result: Proposal | str
@@ -297,16 +309,16 @@ class ControlledCluster:
         used = set(plan.used_gpus)
         for kind, count in self._requested.items():
             per_node = self._settings.gpus[kind].per_node
-            nodes: dict[str, list[str]] = defaultdict(list)
+            nodes: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
             for gpu in self._gpus.values():
-                if gpu.type == kind and {gpu.id, node_of(gpu.id)}.isdisjoint(self._leaving):
-                    nodes[node_of(gpu.id) if per_node > 1 else gpu.id].append(gpu.id)
+                if gpu.whole_type == kind and {gpu.id, gpu.device, node_of(gpu.id)}.isdisjoint(self._leaving):
+                    nodes[node_of(gpu.id) if per_node > 1 else gpu.device][gpu.device].append(gpu.id)
             present = sum(map(len, nodes.values()))
             excess = present - count
             for node in [*nodes.values()][::-1]:
-                if len(node) <= excess and used.isdisjoint(node):
+                if len(node) <= excess and used.isdisjoint(chain(*node.values())):
                     excess -= len(node)
-                    self._gpus = {name: gpu for name, gpu in self._gpus.items() if name not in node}
+                    self._gpus = {name: gpu for name, gpu in self._gpus.items() if gpu.device not in node}
             for _ in range(math.ceil((count - present) / per_node) - self._coming[kind]):
                 self._coming[kind] += 1
                 self._at(now_s + self._random.uniform(*self._provision_s), partial(self._new_node, kind=kind))
@@ -316,7 +328,8 @@ class ControlledCluster:
         self._grown += 1
         bounds, node = self._settings.gpus[kind], f"grown{self._grown}"
         for place in range(bounds.per_node):
-            self._gpus[f"{node}/{place}"] = self._growth[kind].model_copy(update={"id": f"{node}/{place}"})
+            grown = {"id": f"{node}/{place}", **({"mig": bounds.mig} if bounds.mig == "managed" else {})}
+            self._gpus[f"{node}/{place}"] = self._growth[kind].model_copy(update=grown)
         if bounds.spot is not None:
             life_s = max(bounds.spot.notice_s, self._random.exponential(3600.0 * bounds.spot.life_hours))
             self._expect(Incident(now_s + life_s, lose=(node,), notice_s=bounds.spot.notice_s))
@@ -348,5 +361,5 @@ class ControlledCluster:
 
 
 def _named(names: Sequence[str], gpus: Mapping[str, Gpu]) -> list[str]:
-    """Return the GPUs named, directly or by their node."""
-    return [gpu for gpu in gpus if gpu in names or node_of(gpu) in names]
+    """Return the GPUs named, directly, as a part of a GPU, or by their node."""
+    return [name for name, gpu in gpus.items() if not {name, gpu.device, node_of(name)}.isdisjoint(names)]

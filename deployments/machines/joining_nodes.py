@@ -21,6 +21,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.mps.inventory import GpuDevice
 from tenuto.placement.cluster import SPOT, Cluster, Gpu, GpuGroup, Node
 from tenuto.profiles.gpu_types import accelerators_of
+from tenuto.profiles.mig_instances import instance_type_of
 
 NODE_LABEL = "ray.io/node-id"
 TYPE_LABEL = "ray.io/accelerator-type"
@@ -57,6 +58,7 @@ class JoiningNodes:
         types: Mapping[str, Mapping[str, str]],
         declared: Collection[str],
         *,
+        cut: Collection[str] = (),
         emulated: bool,
         needs_mps: bool,
         nodes: Callable[[], list[dict[str, Any]]] = alive_nodes,
@@ -69,6 +71,7 @@ class JoiningNodes:
         Args:
             types: the GPU types to take in, each with the labels of its nodes; none: Ray's label of the type.
             declared: ids of the nodes whose GPUs an operator declared, or left out.
+            cut: the types of which plans may cut GPUs into MIG instances.
             emulated: GPUs are Ray's count of them, of the type in their node's labels; no driver is asked.
             needs_mps: a node without CUDA MPS is of no use.
             nodes: returns the living nodes, as Ray describes them.
@@ -76,7 +79,7 @@ class JoiningNodes:
             poll: says whether that has ended, and with what; a text is a fault.
             clock: seconds.
         """
-        self._types, self._declared = types, frozenset(declared)
+        self._types, self._declared, self._cut = types, frozenset(declared), frozenset(cut)
         self._emulated, self._needs_mps = emulated, needs_mps
         self._nodes, self._start, self._poll, self._clock = nodes, start, poll, clock
         self._tasks: dict[str, Any] = {}
@@ -88,7 +91,7 @@ class JoiningNodes:
         self.unused: dict[str, str] = {}
 
     def find_gpus(self, present: Iterable[Gpu]) -> tuple[Gpu, ...]:
-        """Return the GPUs of living nodes that joined. `present`: the declared GPUs on living nodes, which are not told
+        """Return the GPUs of living nodes that joined. `present`: the known GPUs on living nodes, which are not told
         twice when a node joins under another name."""
         if not self._types:
             return ()
@@ -99,8 +102,8 @@ class JoiningNodes:
         for gone in self._since_s.keys() - nodes.keys():
             self._forget(gone, now_s)
         declared = list(present)
-        places = {gpu.label or gpu.address for gpu in declared}
-        uuids = {uuid: gpu.id for gpu in declared for uuid in _uuids(gpu)}
+        places = {gpu.label or gpu.address for gpu in declared} - {f"{NODE_LABEL}={name}" for name in nodes}
+        uuids = {uuid: gpu for gpu in declared for uuid in _uuids(gpu)}
         joined: list[Gpu] = []
         self.unused = {}
         for node_id, node in nodes.items():
@@ -108,13 +111,18 @@ class JoiningNodes:
             if node_id in self._declared or not names.isdisjoint(places):
                 continue
             gpus = self._gpus_of(node_id, node, now_s)
-            twice = [f"{uuid} is {uuids[uuid]} already" for gpu in gpus for uuid in _uuids(gpu) if uuid in uuids]
+            twice = [
+                f"{uuid} is {uuids[uuid].id} already"
+                for gpu in gpus
+                for uuid in _uuids(gpu)
+                if uuid in uuids and uuids[uuid].label != gpu.label
+            ]
             name = f"{_name_of(node_id)} ({node['NodeManagerAddress']})"
             why = twice[0] if twice else self._why_held_back(gpus, now_s) or self._why_unused(node_id, gpus)
             if why:
                 self.unused[name] = why
                 continue
-            uuids |= {uuid: gpu.id for gpu in gpus for uuid in _uuids(gpu)}
+            uuids |= {uuid: gpu for gpu in gpus for uuid in _uuids(gpu)}
             joined += gpus
         return tuple(joined)
 
@@ -146,16 +154,24 @@ class JoiningNodes:
                 raise EnvironmentFaultError(f"its labels are of no type in {_BOUNDS}: {dict(node['Labels'])}")
             groups: Sequence[GpuGroup] = [GpuGroup(type=kinds[0], count=int(node["Resources"]["GPU"]))]
         else:
-            groups = cluster_of({None: answer}).nodes[0].gpus
-            groups = [group for group in groups if group.type in self._types]
+            able = [device for device in answer if self._may_cut(device)]
+            rest = [device for device in answer if device not in able]
+            made = [*cluster_of({None: able}, mig="managed").nodes, *cluster_of({None: rest}).nodes]
+            groups = [group for each in made for group in each.gpus if group.type in self._types]
             if not groups:
                 what = ", ".join(device.name for device in answer) or "driver, which shows no GPU,"
                 raise EnvironmentFaultError(f"its {what} is no type in {_BOUNDS}")
+        managed = {"mig": "managed"}  # a whole GPU too, whose MIG mode is off until a plan cuts it
+        groups = [group.model_copy(update=managed) if group.type in self._cut else group for group in groups]
         gpus = Cluster(nodes=(place.model_copy(update={"gpus": tuple(groups)}),)).gpus
         address = str(node["NodeManagerAddress"])
         return tuple(
             gpu.model_copy(update={"address": address if self._at_address[address] == 1 else None}) for gpu in gpus
         )
+
+    def _may_cut(self, device: GpuDevice) -> bool:
+        mig = instance_type_of(device.type)
+        return (device.type if mig is None else mig.base) in self._cut
 
     def _why_unused(self, node_id: str, gpus: tuple[Gpu, ...]) -> str:
         answer = self._answers.get(node_id)

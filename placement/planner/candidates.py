@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node, node_of
+from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, MigUse, Node, node_of
 from tenuto.placement.components import connected_components, members_of
 from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.generation_capacity import in_proportion
@@ -277,7 +277,8 @@ class Candidates:
             if gpu is not None:
                 memory, price, spot = gpu.memory_mib, gpu.price_per_hour, gpu.spot
             price, spot = self.running.prices.get(kind, price), self.running.spot.get(kind, spot)
-            mig = gpu.mig if gpu is not None and gpu.mig == "managed" and gpu.instance is None else None
+            is_cut = kind in self.running.cut or (gpu is not None and gpu.mig == "managed" and gpu.instance is None)
+            mig: MigUse | None = "managed" if is_cut else None
             groups.append(GpuGroup(type=kind, memory_mib=memory, price_per_hour=price, spot=spot, mig=mig))
         return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=True)
 

@@ -50,13 +50,13 @@ class RunningPlan:
     """The plan that serves now, and what a plan in its place has to do.
 
     `traffic` has to be carried, and `attainment` is the part of every model's requests that has to be in time. `growth`
-    are the GPU types that the cluster can grow by; without any it is fixed. GPUs of types in `by_node` come and go with
-    all of their node. `limits` say of how many GPUs of a type
-    there is no more. `prices` are per hour by type, where they are given, and `spot` says how GPUs of types are lost
-    that a spot market takes away. `slowdowns` is what batches of a program take
-    over their profile. `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain.
-    Without them the plan with the fewest changes is sought: of at most `most_changes` gpu-lets that start or load. It
-    promises each model what the policy's plan from nothing does, what the running one does, or the larger.
+    are the GPU types that the cluster can grow by; without any it is fixed. Plans may cut GPUs that come of types in
+    `cut` into MIG instances. GPUs of types in `by_node` come and go with all of their node. `limits` say of how many
+    GPUs of a type there is no more. `prices` are per hour by type, where they are given, and `spot` says how GPUs of
+    types are lost that a spot market takes away. `slowdowns` is what batches of a program take over their profile.
+    `reserved_ids` belong to processes beside the plan. `terms` say what a change has to gain. Without them the plan
+    with the fewest changes is sought: of at most `most_changes` gpu-lets that start or load. It promises each model
+    what the policy's plan from nothing does, what the running one does, or the larger.
     """
 
     plan: Plan
@@ -65,6 +65,7 @@ class RunningPlan:
     most_changes: int | None = None
     promises: Literal["anew", "running", "larger"] = "anew"
     growth: tuple[str, ...] = ()
+    cut: frozenset[str] = frozenset()
     by_node: frozenset[str] = frozenset()
     limits: Mapping[str, int] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.journal import Kind
@@ -18,7 +19,9 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
+from tenuto.placement.policy import load_policy
 from tenuto.profiles import Profiles
+from tenuto.profiles.shipped import load_shipped
 
 LATENCY = {"alpha_ms": 4.0, "beta_ms": 8.0}
 CLUSTER = Cluster.parse("v100:3")
@@ -139,6 +142,35 @@ def test_a_node_with_notice_loses_no_request() -> None:
         good[notice_s] = run.ended()[0, Outcome.OK] / run.ended().sum()
     assert good[150.0] > 0.999
     assert good[0.0] < 0.9
+
+
+@pytest.mark.parametrize("first", ["a100-80gb:1:mig", "a100-80gb-1g.10gb:1"])
+def test_gpus_are_cut_while_they_serve_and_count_once(first: str) -> None:
+    """In the first cluster a GPU is cut anew; in the second one comes that plans may cut."""
+    profiles, cluster = Profiles([load_shipped("parvagpu-a100")]), Cluster.parse(first)
+    steps = {"process": "steps", "options": {"factors": [0.3, 1.0]}}
+    spec = {"name": "a", "profile": "bert", "rate_rps": 200.0, "slo_ms": 150.0, "arrival": steps}
+    workload = parse_document(Workload, {"models": [spec]}, origin="w.yaml")
+    calm = parse_document(Workload, {"models": [spec | {"rate_rps": 60.0}]}, origin="w.yaml")
+    plan = solve(load_policy("parvagpu" if "mig" in first else "symphony"), calm, cluster, profiles)
+    settings = ControlSettings.model_validate(
+        {"mode": "act", "policy": {"name": "parvagpu"}, "gpus": {"a100-80gb": {"max": 2, "mig": "managed"}}}
+    )
+    schedule = make_schedule(workload.models, 300.0, 4)
+    load = ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, 300.0)
+    gpus, growth = cluster.cut_as(plan.gpus).gpus, {"a100-80gb": Cluster.parse("a100-80gb:1").gpus[0]}
+    run = ControlledCluster(
+        load, workload, plan, gpus, profiles, settings, lambda system: make_scheduler("eager", system), growth=growth
+    ).run()
+    _, last, _ = run.plans[-1]
+    assert not run.count(Kind.ROLLED_BACK)
+    assert run.windows[-1].ended[0, Outcome.OK] > 0.99 * run.windows[-1].ended.sum()
+    if "mig" in first:
+        assert len(last.used_gpus) > len(plan.used_gpus)
+        assert run.gpu_s == 300.0
+        assert run.share_s < 150.0
+    else:
+        assert "managed" in {gpu.mig for gpu in last.gpus}
 
 
 def test_spot_nodes_live_as_long_as_is_drawn_and_lose_no_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tenuto.deployments.control.autoscaler import GpuAutoscaler
 from tenuto.deployments.control.controller import Controller
@@ -239,3 +240,12 @@ def test_the_nodes_that_were_there_when_gpus_were_declared_are_kept() -> None:
     keep_ground(store, Profiles([]), (gpu("n0/0"),), ["bb", "aa"])
     assert read_declared_nodes(store) == ["aa", "bb"]
     assert read_ground(store)[1] == (gpu("n0/0"),)
+
+
+def test_only_types_that_have_mig_may_be_cut() -> None:
+    assert (
+        ControlSettings.model_validate({"gpus": {"h100": {"max": 2, "mig": "managed"}}}).gpus["h100"].mig == "managed"
+    )
+    for kind, mig in (("v100", "managed"), ("a100-3g.20gb", "managed"), ("a100", "cut")):
+        with pytest.raises(ValidationError, match=r"has no MIG|Input should be"):
+            ControlSettings.model_validate({"gpus": {kind: {"max": 2, "mig": mig}}})

@@ -96,6 +96,40 @@ def test_the_driver_tells_type_and_layout_where_gpus_are_real() -> None:
     assert gpus[1].uuid == V100
 
 
+def test_plans_may_cut_the_gpus_that_join_where_the_operator_says_so() -> None:
+    nvml = FakeMigNvml(FakeMigGpu(), FakeGpu(V100))
+    nvml.gpu.cut("3g.20gb", 4)
+    nodes = Nodes(types={"a100": {}, "v100": {}}, cut=["a100"], emulated=False)
+    nodes.says["aa"] = inventory.read_inventory(nvml, lambda: {V100: 80})
+    nodes.says["bb"] = inventory.read_inventory(FakeMigNvml(FakeMigGpu(uuid="GPU-b")), dict)  # in MIG mode, not cut
+    nodes.says["cc"] = inventory.read_inventory(FakeMigNvml(FakeMigGpu(uuid="GPU-c", mig=0)), lambda: {"GPU-c": 108})
+    nodes.alive = [node(name) for name in ("aa", "bb", "cc")]
+    assert [(gpu.id, gpu.type, gpu.mig) for gpu in nodes.joining.find_gpus(())] == [
+        ("ray-aa/0.4", "a100-3g.20gb", "managed"),
+        ("ray-aa/1", "v100", None),
+        ("ray-bb/0", "a100", "managed"),
+        ("ray-cc/0", "a100", "managed"),
+    ]
+    emulated = Nodes(types={"a100": {}, "t4": {}}, cut=["a100"])
+    emulated.alive = [node("aa", accelerator_type="A100-40G"), node("bb", accelerator_type="T4")]
+    assert [(gpu.type, gpu.mig) for gpu in emulated.joining.find_gpus(())] == [("a100", "managed"), ("t4", None)]
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_controller_that_starts_again_finds_all_gpus_of_a_node_of_which_the_plan_uses_some(emulated: bool) -> None:
+    nodes = Nodes(types={"v100": {}}, emulated=emulated)
+    driver = FakeNvml(FakeGpu(V100), FakeGpu(other := "GPU-0000"))
+    nodes.says["aa"] = () if emulated else inventory.read_inventory(driver, lambda: {V100: 80, other: 80})
+    nodes.alive = [node("aa", gpus=2.0, accelerator_type="V100")]
+    first = nodes.joining.find_gpus(())
+    assert len(first) == 2
+    for known in ((), first[:1], first):
+        again = Nodes(types={"v100": {}}, emulated=emulated)
+        again.says, again.alive = nodes.says, nodes.alive
+        assert again.joining.find_gpus(known) == first
+        assert not again.joining.unused
+
+
 def test_nodes_that_were_declared_or_left_out_are_not_taken_in() -> None:
     nodes = Nodes(declared=["00"])
     nodes.alive = [node(f"{i}{i}", address=f"10.0.0.{i}", accelerator_type="T4") for i in range(3)]
