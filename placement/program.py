@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -215,16 +216,17 @@ class Gpulet(StrictModel):
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs in the order of the models. A merged program stands in the place of its first member."""
-        replicas = {replica.name: replica for replica in self.models}
-        group_of = {name: group for group in self.merge for name in group.models}
-        programs: dict[str, Program] = {}
-        for replica in self.models:
-            group = group_of.get(replica.name)
-            if group is None:
-                programs[replica.name] = Program.single(replica)
-            elif group.name not in programs:
-                programs[group.name] = Program.merged(group, [replicas[name] for name in group.models])
-        return tuple(programs.values())
+        return self.contents.programs
+
+    @property
+    def contents(self) -> _Contents:
+        """What it holds; one object for gpu-lets that share the tuples of their models and groups."""
+        return _contents_of(_Identity(self.models), _Identity(self.merge))
+
+    @property
+    def served(self) -> tuple[object, ...]:
+        """All of its models that decides what they serve."""
+        return *self.contents.served, self.joint_models
 
     @property
     def joint_models(self) -> tuple[tuple[str, ...], ...]:
@@ -244,14 +246,66 @@ class Gpulet(StrictModel):
 
         It is None if the memory of a program is not known.
         """
-        programs = self.programs
-        known = [(p.memory_mib, p.weights_mib) for p in programs if p.memory_mib is not None]
-        return held_mib(known) if len(known) == len(programs) else None
+        return self.contents.held_mib if self.programs else 0.0
 
     @property
     def effective_share_pct(self) -> float:
         """The share as a number: 100 if it is not restricted."""
         return 100.0 if self.share_pct is None else self.share_pct
+
+
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """The models of a gpu-let with what follows from them, each computed once: hundreds of gpu-lets of a plan hold the
+    same, and plans beside each other most of them."""
+
+    models: tuple[Replica, ...]
+    merge: tuple[MergedGroup, ...]
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """See `Gpulet.programs`."""
+        replicas = {replica.name: replica for replica in self.models}
+        group_of = {name: group for group in self.merge for name in group.models}
+        programs: dict[str, Program] = {}
+        for replica in self.models:
+            group = group_of.get(replica.name)
+            if group is None:
+                programs[replica.name] = Program.single(replica)
+            elif group.name not in programs:
+                programs[group.name] = Program.merged(group, [replicas[name] for name in group.models])
+        return tuple(programs.values())
+
+    @cached_property
+    def held_mib(self) -> float | None:
+        """See `Gpulet.held_mib`."""
+        known = [(p.memory_mib, p.weights_mib) for p in self.programs if p.memory_mib is not None]
+        return held_mib(known) if len(known) == len(self.programs) else None
+
+    @cached_property
+    def served(self) -> tuple[object, ...]:
+        """See `Gpulet.served`."""
+        return tuple((r.name, r.batch_size, r.slowdown, r.latency_ms, r.kv_tokens) for r in self.models)
+
+
+class _Identity:
+    """A value that equals only itself. It is held, so that its place in memory is nobody else's meanwhile."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+
+@lru_cache(maxsize=1024)  # limit: tuples of models; the plans of a cell have a few
+def _contents_of(models: _Identity, merge: _Identity) -> _Contents:
+    return _Contents(models.value, merge.value)
 
 
 def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
@@ -271,7 +325,8 @@ def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
 def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:
     """Return, for each model, the latency of the replica whose batch takes longest; None if none is known."""
     slowest: dict[str, float | None] = {}
-    for replica in (replica for gpulet in gpulets for replica in gpulet.models):
+    different = {id(gpulet.models): gpulet.models for gpulet in gpulets}.values()
+    for replica in (replica for models in different for replica in models):
         known = [ms for ms in (slowest.get(replica.name), replica.latency_ms) if ms is not None]
         slowest[replica.name] = max(known, default=None)
     return slowest

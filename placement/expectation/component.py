@@ -107,10 +107,10 @@ class Component:
         if load <= 1.0 and len(self._kinds) > 1 and len(self._names) > 1:
             even = self._spread()
             lost |= {name: max(lost.get(name, 0.0), part) for name, part in self._lost_among_hosts(even).items()}
-        done = {}
+        done, running = {}, self._running(even)
         for name in self._names:
             in_time = 1.0
-            for part in (lost.get(name, 0.0), self._blocked(name, even)):
+            for part in (lost.get(name, 0.0), self._blocked(name, running)):
                 in_time *= 1.0 - part if part > NOTHING else 1.0
             done[name] = in_time * min(demands[name].rate_rps, self._served_rps(name, flows))
         return ServedInTime(load, done, busy, flows, self._batches)
@@ -173,21 +173,29 @@ class Component:
         all_lose = self._flows(fewer, used)
         return {pair: (best.get(pair, 0.0) + all_lose.get(pair, 0.0)) / 2.0 for pair in (*best, *all_lose)}
 
-    def _blocked(self, name: str, flows: Flows) -> float:
+    def _running(self, flows: Flows) -> list[dict[str, tuple[float, float]]]:
+        """Return by kind and program the part of its gpu-lets' time, and its batch time in ms."""
+        return [
+            {
+                name: (flows.get((name, k), 0.0) * time_s / len(kind.gpulets), self._batches[k][name].latency_ms)
+                for name, time_s in self._times_s[k].items()
+            }
+            for k, kind in enumerate(self._kinds)
+        ]
+
+    def _blocked(self, name: str, running: Sequence[Mapping[str, tuple[float, float]]]) -> float:
         """Return the part of a program's requests that come behind another program's batch that runs too long."""
         unblocked, hosts = 1.0, False
-        for k, kind in enumerate(self._kinds):
-            own = next((p for p in kind.programs if p.name == name), None)
-            if own is None or name not in self._batches[k] or own.latency is None:
+        for kind, parts in zip(self._kinds, running, strict=True):
+            if name not in parts:
                 continue
-            running = [
-                (flows.get((other, k), 0.0) * batch.time_s / len(kind.gpulets), batch.latency_ms)
-                for other, batch in self._batches[k].items()
-                if other != name
-            ]
+            own = next(p for p in kind.programs if p.name == name)
+            if own.latency is None:
+                continue
             hosts = True
             may_wait_ms = self._asked[name].slo_ms - own.latency.at(1) * own.slowdown
-            unblocked *= blocked_part(may_wait_ms, running, len(kind.gpulets))
+            others = [part for other, part in parts.items() if other != name and part[1] > may_wait_ms]
+            unblocked *= blocked_part(may_wait_ms, others, len(kind.gpulets))
         return unblocked if hosts else 0.0
 
     # --- what the time is used for --------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ class Outlooks:
         self._carries = carries
         self._slowdowns = {name: factor for name, factor in (slowdowns or {}).items() if factor != 1.0}
         self._slowed: dict[tuple[int, float], tuple[Latency, Latency]] = {}  # by identity and factor: original, slowed
-        self._programs: dict[int, _Programs] = {}  # by identity
+        self._programs: dict[int, tuple[Gpulet, _Programs]] = {}  # by identity
+        self._alike: dict[object, _Programs] = {}  # by share and the identity of what is held, and by value
+        self._keys: dict[object, tuple[object, ...]] = {}  # equal keys are one object
+        self._grouped: tuple[object, list[_Group]] = (None, [])  # of the gpu-lets that were grouped last
         self._members: dict[object, tuple[object, dict[str, Demand]]] = {}  # by identity of what stands with them
         self._islands: dict[object, _Island] = {}
 
@@ -174,41 +177,53 @@ class Outlooks:
 
     def _islands_of(
         self, plan: Plan, members: Mapping[str, Demand], is_cautious: bool
-    ) -> list[tuple[_Island, list[int]]]:
+    ) -> list[tuple[_Island, Sequence[int]]]:
         """Return the gpu-lets that share programs or GPUs, directly or through others, with their places in the
         plan."""
-        programs_of = [self._programs_of(gpulet) for gpulet in plan.gpulets]
-        alike = dict.fromkeys(each.models for each in programs_of)  # most of thousands of gpu-lets hold the same
+        if self._grouped[0] is not plan.gpulets:
+            self._grouped = plan.gpulets, self._groups_of(plan.gpulets)
+        islands = []
+        for group in self._grouped[1]:
+            held = tuple((names, tuple(map(members.get, names))) for names in group.models)
+            key = group.key, held, plan.objective, is_cautious
+            if key not in self._islands:
+                own = _Island(group.programs, group.by_gpu, members, plan.objective, is_cautious=is_cautious)
+                self._islands[key] = own
+            islands.append((self._islands[key], group.indices))
+        return islands
+
+    def _groups_of(self, gpulets: Sequence[Gpulet]) -> list[_Group]:
+        programs_of = [self._programs_of(gpulet) for gpulet in gpulets]
+        alike = dict.fromkeys(each.models for each in dict.fromkeys(programs_of))
         groups = [
             (*((gpu,) for gpu in gpulet.gpus), *held.models[:1])
-            for gpulet, held in zip(plan.gpulets, programs_of, strict=True)
+            for gpulet, held in zip(gpulets, programs_of, strict=True)
         ]
         together = connected_components([*groups, *alike])
         island_of = {member: index for index, each in enumerate(together) for member in each}
         places: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for index, gpulet in enumerate(plan.gpulets):
+        for index, gpulet in enumerate(gpulets):
             for gpu in gpulet.gpus:
                 places[island_of[gpu,]][gpu].append(index)
-        demands = {names: tuple(map(members.get, names)) for names in alike}
-        islands = []
+        parted = []
         for by_gpu in places.values():
             indices = sorted({index for indices_on_gpu in by_gpu.values() for index in indices_on_gpu})
             own_of = {index: own for own, index in enumerate(indices)}
             gpus = tuple(tuple(own_of[index] for index in indices_on_gpu) for indices_on_gpu in by_gpu.values())
-            own_programs = [programs_of[index] for index in indices]
-            held = tuple((names, demands[names]) for names in dict.fromkeys(each.models for each in own_programs))
-            key = tuple(each.exactly for each in own_programs), gpus, held, plan.objective, is_cautious
-            if key not in self._islands:
-                self._islands[key] = _Island(own_programs, gpus, members, plan.objective, is_cautious=is_cautious)
-            islands.append((self._islands[key], indices))
-        return islands
+            parted.append(_Group(indices, [programs_of[index] for index in indices], gpus))
+        return parted
 
     def _programs_of(self, gpulet: Gpulet) -> _Programs:
-        programs_of_gpulet = self._programs.get(id(gpulet))
-        if programs_of_gpulet is None:
-            programs = tuple(self._now(p) for p in gpulet.programs if p.latency is not None)
-            programs_of_gpulet = self._programs[id(gpulet)] = _Programs(gpulet, alike_key(gpulet), programs)
-        return programs_of_gpulet
+        if id(gpulet) not in self._programs:
+            as_held = id(gpulet.models), id(gpulet.merge), gpulet.share_pct, len(gpulet.gpus)
+            if as_held not in self._alike:
+                key = alike_key(gpulet)
+                programs = tuple(self._now(p) for p in gpulet.programs if p.latency is not None)
+                exactly = key, tuple(id(program.latency) for program in programs)
+                own = _Programs(gpulet, self._keys.setdefault(key, key), programs)
+                self._alike[as_held] = self._alike.setdefault(exactly, own)
+            self._programs[id(gpulet)] = gpulet, self._alike[as_held]
+        return self._programs[id(gpulet)][1]
 
     def _now(self, program: Program) -> Program:
         """Return a program with what its batches take now."""
@@ -224,6 +239,8 @@ class Outlooks:
 def _room_to_generate(plan: Plan, carries: Carries) -> dict[str, float]:
     """Return the requests per second that gpu-lets carry of models that generate, of lengths that the plan knows."""
     specs = {spec.name: spec for spec in plan.models if spec.generates is not None}
+    if not specs:
+        return {}
     room_rps = dict.fromkeys(specs, 0.0)
     for replica in (replica for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs):
         spec = specs[replica.name]
@@ -301,17 +318,13 @@ def _impatient(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
 
 def alike_key(gpulet: Gpulet) -> tuple[object, ...]:
     """Return all that decides what a gpu-let serves, wherever it is: for one workload on GPUs of known types."""
-    return (
-        gpulet.share_pct,
-        tuple((r.name, r.batch_size, r.slowdown, r.latency_ms, r.kv_tokens) for r in gpulet.models),
-        gpulet.joint_models,
-        len(gpulet.gpus),
-    )
+    return gpulet.share_pct, gpulet.served, len(gpulet.gpus)
 
 
 @dataclass(frozen=True, eq=False)
 class _Programs:
-    """A gpu-let, its `alike_key`, and its programs with known latency."""
+    """A gpu-let, its `alike_key`, and its programs with known latency. Gpu-lets with one key and the very same
+    latencies have one object."""
 
     gpulet: Gpulet
     key: tuple[object, ...]
@@ -322,10 +335,24 @@ class _Programs:
         """The members of its programs."""
         return tuple(name for program in self.programs for name in program.models)
 
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """The gpu-lets of an island: their places in the plan, what they are, and by GPU their places in the island."""
+
+    indices: Sequence[int]
+    programs: Sequence[_Programs]
+    by_gpu: tuple[tuple[int, ...], ...]
+
     @cached_property
-    def exactly(self) -> tuple[object, ...]:
-        """The key, and the identities of its latencies: unique among gpu-lets of one plan."""
-        return self.key, tuple(id(program.latency) for program in self.programs)
+    def models(self) -> Sequence[tuple[str, ...]]:
+        """The models of each kind of gpu-lets."""
+        return [*dict.fromkeys(each.models for each in dict.fromkeys(self.programs))]
+
+    @cached_property
+    def key(self) -> object:
+        """All that is known of them without a demand."""
+        return tuple(map(id, self.programs)), self.by_gpu
 
 
 class _Island:
@@ -348,8 +375,8 @@ class _Island:
         kinds: dict[object, AlikeGpulets] = {}
         kind_of = []
         for own, each in enumerate(gpulets):
-            beside = tuple(gpulets[other].key for other in on_gpu[own]) if len(on_gpu[own]) > 1 else None
-            kind = kinds.setdefault((each.key, beside), AlikeGpulets(each.programs))
+            beside = tuple(id(gpulets[other].key) for other in on_gpu[own]) if len(on_gpu[own]) > 1 else None
+            kind = kinds.setdefault((id(each.key), beside), AlikeGpulets(each.programs))
             kind.gpulets.append(own)
             kind_of.append(kind)
         for kind in kinds.values():

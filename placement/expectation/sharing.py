@@ -44,21 +44,22 @@ class Sharing:
         """
         types = {gpu.id: gpu.type for gpu in plan.gpus}
         alike: dict[object, tuple[Gpulet, ...]] = {}
+        same: dict[object, list[tuple[Replica, ...]]] = {}  # by identity of what GPUs hold
         completed: dict[str, Gpulet] = {}
         for gpu_id, gpulets in plan.by_gpu().items():
             kind = types.get(gpu_id)
             if kind is None:
                 completed |= {gpulet.id: gpulet for gpulet in gpulets}
                 continue
-            # Plans have thousands of GPUs of a few kinds; alike gpu-lets share replicas.
-            key = (kind, *((g.share_pct, tuple(_told(r) for r in g.models)) for g in gpulets))
-            if key not in alike:
-                alike[key] = self._on_one_gpu(kind, gpulets)
-            for gpulet, like in zip(gpulets, alike[key], strict=True):
-                models = tuple(
-                    done if done.rate_rps == before.rate_rps else done.model_copy(update={"rate_rps": before.rate_rps})
-                    for before, done in zip(gpulet.models, like.models, strict=True)
-                )
+            # Plans have thousands of GPUs of a few kinds; alike gpu-lets share replicas, and where these have the same
+            # rates, the tuple of them.
+            held = (kind, *((g.share_pct, id(g.models)) for g in gpulets))
+            if held not in same:
+                key = (kind, *((g.share_pct, tuple(_told(r) for r in g.models)) for g in gpulets))
+                if key not in alike:
+                    alike[key] = self._on_one_gpu(kind, gpulets)
+                same[held] = [_with_rates(like, g) for g, like in zip(gpulets, alike[key], strict=True)]
+            for gpulet, models in zip(gpulets, same[held], strict=True):
                 completed[gpulet.id] = gpulet.model_copy(update={"models": models})
         return plan.model_copy(update={"gpulets": tuple(completed[gpulet.id] for gpulet in plan.gpulets)})
 
@@ -230,6 +231,17 @@ def describe_sizes(spec: ModelSpec, replica: Replica) -> str:
     between = sum(each.interpolated for each in replica.by_size)
     of_which = f" ({between} of them interpolated between measured ones)" if between else ""
     return f"{spec.name}: the mean latency over {len(classes)} sizes{of_which}, up to {most}{refused}"
+
+
+def _with_rates(like: Gpulet, gpulet: Gpulet) -> tuple[Replica, ...]:
+    """Return the replicas of a gpu-let that is alike up to the rates, with the rates of another."""
+    pairs = [*zip(gpulet.models, like.models, strict=True)]
+    if all(done.rate_rps == before.rate_rps for before, done in pairs):
+        return like.models
+    return tuple(
+        done if done.rate_rps == before.rate_rps else done.model_copy(update={"rate_rps": before.rate_rps})
+        for before, done in pairs
+    )
 
 
 def _told(replica: Replica) -> tuple[object, ...]:

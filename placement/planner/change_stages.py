@@ -8,6 +8,7 @@ change to the old plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from tenuto.errors import InvalidInputError
@@ -21,6 +22,7 @@ from tenuto.placement.versions import taking_the_rest
 # Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
 # or leaves MIG mode is reset.
 CUTTING_S = 10.0
+_NAME = attrgetter("name")
 MOST_STAGES = 1000  # limit: one gpu-let at a time; more would be a bug here
 
 
@@ -197,7 +199,9 @@ def _without_requests(now: Plan, target: Plan) -> Plan | None:
 
 def _loads(before: Gpulet, after: Gpulet) -> bool:
     """Whether a running gpu-let has to load something to become another."""
-    return not {program.name for program in after.programs} <= {program.name for program in before.programs}
+    if before.models is after.models and before.merge is after.merge:
+        return False
+    return not {*map(_NAME, after.programs)} <= {*map(_NAME, before.programs)}
 
 
 def _gpus_of_stage(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> tuple[PlannedGpu, ...]:

@@ -120,14 +120,13 @@ def _measured_otherwise_than_here(plan: Plan, profiles: Profiles) -> list[str]:
     devices: dict[str, dict[str, None]] = {}
     versions: dict[tuple[str, str], dict[str, None]] = {}
     specs = {spec.name: spec for spec in plan.models}
-    for gpulet in plan.gpulets:
-        kind = types.get(gpulet.gpu, "")
-        for spec in (specs[replica.name] for replica in gpulet.models if replica.name in specs):
-            measured = None if spec.latency is not None else profiles.measured(spec.profile_row, kind)
-            if measured is not None:
-                devices.setdefault(kind, {})[measured.hardware] = None
-                for package in measured.versions.keys() & _SERVED_WITH:
-                    versions.setdefault((package, measured.versions[package]), {})[spec.name] = None
+    lies_on = ((types.get(g.gpu, ""), replica.name) for g in plan.gpulets for replica in g.models)
+    for kind, spec in ((kind, specs[name]) for kind, name in dict.fromkeys(lies_on) if name in specs):
+        measured = None if spec.latency is not None else profiles.measured(spec.profile_row, kind)
+        if measured is not None:
+            devices.setdefault(kind, {})[measured.hardware] = None
+            for package in measured.versions.keys() & _SERVED_WITH:
+                versions.setdefault((package, measured.versions[package]), {})[spec.name] = None
     lines = [
         f"profiles of {kind} come from several devices: {'; '.join(of)}" for kind, of in devices.items() if len(of) > 1
     ]
@@ -258,7 +257,10 @@ def _circumstances(plan: Plan, gpulets: Sequence[Gpulet]) -> str:
 def _fastest(plan: Plan) -> dict[str, tuple[float, Gpulet]]:
     """Return, for each model, the gpu-let where a request takes the shortest time, and that time in ms."""
     fastest: dict[str, tuple[float, Gpulet]] = {}
+    different: dict[tuple[int, int], Gpulet] = {}
     for gpulet in plan.gpulets:
+        different.setdefault((id(gpulet.models), id(gpulet.merge)), gpulet)
+    for gpulet in different.values():
         for program in gpulet.programs:
             if program.latency is not None:
                 takes_ms = program.latency.at(1) * program.slowdown

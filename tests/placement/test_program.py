@@ -115,3 +115,16 @@ def test_pages_with_colours_of_their_own_show_the_same_programs() -> None:
     page = draw(mixed, colours)
     assert labels(page) == labels(draw(mixed))
     assert all(colour in page for colour in colours.values())
+
+
+def test_gpulets_share_their_programs_until_one_holds_other_models() -> None:
+    first = plan(MIXED).gpulets[0]
+    moved = first.model_copy(update={"id": "n0/0/b", "memory_mib": 1000.0})
+    assert moved.programs is first.programs
+    assert moved.contents is first.contents
+    larger = tuple(each.model_copy(update={"batch_size": 16, "memory_mib": 400.0}) for each in first.models)
+    other, apart = first.model_copy(update={"models": larger}), first.model_copy(update={"merge": ()})
+    assert [program.batch_size for program in other.programs] == [32, 16]
+    assert other.held_mib != first.held_mib
+    assert [program.name for program in apart.programs] == ["cats", "plain", "dogs"]
+    assert [program.name for program in first.programs] == ["cats+dogs", "plain"]
