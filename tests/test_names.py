@@ -31,9 +31,9 @@ EMPTY_WORDS = {
     "worth": 7,
 }
 # The same for values: local variables and arguments with such a name.
-EMPTY_VALUES = {"asked": 14, "found": 28, "here": 3, "kept": 4, "said": 8, "there": 1, "told": 6, "wanted": 6}
+EMPTY_VALUES = {"asked": 14, "found": 27, "here": 3, "kept": 4, "said": 8, "there": 1, "told": 6, "wanted": 6}
 # Verbs that need an object, and how many functions are called so and no more.
-LONE_VERBS = {"ask": 15, "do": 3, "go_on": 3, "leave": 15, "look": 8, "put": 6, "say": 4, "take": 18, "tell": 8}
+LONE_VERBS = {"ask": 15, "do": 3, "go_on": 3, "leave": 15, "look": 8, "put": 6, "say": 4, "take": 17, "tell": 8}
 
 
 @cache

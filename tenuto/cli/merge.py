@@ -163,14 +163,9 @@ def _reseed(module: Any, name: str, prefixes: str, seed: int) -> None:
 def _print(data: dict[str, Any]) -> None:
     for cluster in data["clusters"]:
         print_table(
-            ("operator", "weight", "shared", "rows x columns"),
+            ("operator", "weight", "numbers"),
             (
-                (
-                    operator["kind"],
-                    " | ".join(sorted(set(operator["names"].values()))),
-                    f"{operator['shared_pct']:.0f} %",
-                    f"{operator['rows']} x {operator['columns']}",
-                )
+                (operator["kind"], " | ".join(sorted(set(operator["names"].values()))), f"{operator['parameters']:,}")
                 for operator in cluster["operators"]
             ),
             left=("weight",),
@@ -179,7 +174,7 @@ def _print(data: dict[str, Any]) -> None:
         verdict = "it pays" if cluster["pays"] else "it does not pay here"
         say(
             f"{' + '.join(cluster['models'])}: {cluster['operators_before']} operators with weights become "
-            f"{cluster['operators_after']}, {cluster['operators_partly']} of them shared in part; weights "
+            f"{cluster['operators_after']}; weights "
             f"{cluster['memory_before_mib']:.1f} -> {cluster['memory_after_mib']:.1f} MiB; largest relative error "
             f"{cluster['worst_error']:.1e}\nbatches of {data['batch_size']} of each on {data['device']}: "
             f"{cluster['apart_ms']:.1f} ms apart, {cluster['together_ms']:.1f} ms together ({pct:+.0f} %): {verdict}"

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from tenuto.errors import first_line, refused
-from tenuto.profiles.networks.merging.distance import OperatorGraph
 
 aten = torch.ops.aten
 # Operators that mix values along their dimension. They are harmless unless that dimension is the batch.
@@ -43,6 +42,14 @@ _ALONG = frozenset(
         "split_with_sizes",
     )
 )
+# format: of ATen: where the input stands among the arguments of an operator with a weight; the weight follows it.
+_INPUT_OF_WEIGHTED: dict[Any, int] = {
+    aten.linear.default: 0,
+    aten.conv1d.default: 0,
+    aten.conv2d.default: 0,
+    aten.conv3d.default: 0,
+    aten.addmm.default: 1,
+}
 _RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 
 
@@ -75,11 +82,23 @@ class CapturedModel:
     names: dict[fx.Node, str]
     facts: dict[fx.Node, NodeFacts] = field(default_factory=dict)
 
-    def graph(self) -> OperatorGraph:
-        """Return the operators' kinds and edges, for the graph edit distance."""
+    def graph(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return each operator's kind and which operators it takes values of: the same for networks of one code."""
         index = {node: i for i, node in enumerate(self.operators)}
-        edges = {(index[arg], i) for node, i in index.items() for arg in node.all_input_nodes if arg in index}
-        return OperatorGraph(tuple(str(node.target) for node in self.operators), frozenset(edges))
+        return tuple(
+            (str(node.target), tuple(index[arg] for arg in node.all_input_nodes if arg in index)) for node in index
+        )
+
+    def weighted_input(self, node: fx.Node) -> fx.Node | None:
+        """Return the input of a linear operator or a convolution through which batches of several models can run; None
+        for other nodes, and where the weight is computed."""
+        place = _INPUT_OF_WEIGHTED.get(node.target)
+        given = None if place is None else node.args[place]
+        if place is None or not isinstance(given, fx.Node) or node.kwargs or node.args[place + 1] not in self.weights:
+            return None
+        has_own_values = any(arg not in self.weights for arg in node.all_input_nodes if arg is not given)
+        fits = self.facts[node].joinable and self.facts[node].batch == self.facts[given].batch is not None
+        return given if fits and not has_own_values else None
 
 
 def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> CapturedModel:

@@ -1,10 +1,12 @@
-"""Merges the models of one gpu-let: trace, cluster, match, build, and compare the outputs with those of the originals.
+"""Merges the models of one gpu-let: trace, share, build, and compare the outputs with those of the originals.
 
-USHER (OSDI 2024), §3.4. Imports torch.
+After USHER (OSDI 2024, §3.4), whose published radius also joins models of equal graphs only. USHER shares equal
+submatrices of weights as well; here operators are shared whose weights are equal as a whole. Imports torch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -16,15 +18,11 @@ from tenuto.errors import InvalidInputError, first_line
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.inputs import random_inputs
 from tenuto.profiles.networks.merging.capture import CapturedModel, capture
-from tenuto.profiles.networks.merging.distance import cluster_graphs
-from tenuto.profiles.networks.merging.matching import OMEGA, SharedOperator, match_models, weighted
 from tenuto.profiles.networks.merging.merge_plan import MergePlan
 from tenuto.profiles.networks.merging.merged_program import build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 from tenuto.profiles.networks.network import size_mib
 
-# The radius of DBSCAN in graph edits: USHER's published value (OSDI 2024, §4), which only joins models of equal graphs.
-DISTANCE = 1e-7
 # limit: the largest error of an output, relative to its largest magnitude. Models whose merged outputs have a larger
 # error are not merged.
 TOLERANCE = 1e-5
@@ -97,55 +95,44 @@ def merge_models(
     """
     if len(models) < 2:
         raise InvalidInputError("Merging needs at least two models. Name another one.")
-    captured, unmerged = {}, {}
+    unmerged: dict[str, str] = {}
+    by_graph: dict[object, list[CapturedModel]] = defaultdict(list)
     for name, (module, signature) in models.items():
         try:
-            captured[name] = capture(name, module, _examples(module, signature, 3, 0))
+            model = capture(name, module, _examples(module, signature, 3, 0))
         except InvalidInputError as error:
             unmerged[name] = error.problems[0].rule if error.problems else str(error)
-    clusters, distances = cluster_graphs({n: model.graph() for n, model in captured.items()}, DISTANCE)
+        else:
+            by_graph[model.graph()].append(model)
     merged, reports = [], []
-    for names in clusters:
-        program, report, reasons = _merge_cluster([captured[name] for name in names], models)
+    for cluster in by_graph.values():
+        program, report, reasons = _merge_cluster(cluster, models)
         unmerged |= reasons
         if program is not None and report is not None:
             merged.append(program)
             reports.append(report)
-    inside = {name for cluster in clusters for name in cluster}
-    for name in captured:
-        if name not in inside:
-            near = min((d for pair, d in distances.items() if name in pair), default=float("inf"))
-            unmerged[name] = (
-                f"no other model's operator graph is within {DISTANCE:g} edits; the nearest is {near:g} away"
-                if near < float("inf")
-                else "no other model could be traced"
-            )
-    shown = {f"{a} | {b}": distance for (a, b), distance in distances.items()}
-    return merged, MergeReport(tuple(reports), dict(sorted(unmerged.items())), shown)
+    return merged, MergeReport(tuple(reports), dict(sorted(unmerged.items())))
 
 
 def _merge_cluster(
-    captured: list[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]
+    captured: Sequence[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]
 ) -> tuple[MergedModels | None, MergedCluster | None, dict[str, str]]:
-    before = sum(size_mib(models[model.name][0]) for model in captured)
-    shared = match_models(captured)
-    joined = {name for group in shared for name in group.members}
-    alone = [model for model in captured if model.name not in joined]
-    reasons = {
-        model.name: f"no operator has {OMEGA:.0%} of its weights in common with the operator at the same depth "
-        f"of {captured[0].name}"
-        if model is not captured[0]
-        else f"no other model of equal graph has {OMEGA:.0%} of an operator's weights in common with it"
-        for model in alone
-    }
+    if len(captured) == 1:
+        return None, None, {captured[0].name: "no other model has the same graph of operators"}
+    joined = {name for members in MergePlan(captured).shared for name in members}
     together = [model for model in captured if model.name in joined]
+    reasons = {
+        model.name: "no operator has the weights of one at the same depth of another model"
+        for model in captured
+        if model.name not in joined
+    }
     if not together:
         return None, None, reasons
-    before -= sum(size_mib(models[model.name][0]) for model in alone)
-    total = sum(weighted(model, node) is not None for model in together for node in model.operators)
-    described = tuple(_described(group, together) for group in shared)
+    plan = MergePlan(together)
+    shared = [_described(members, plan.models) for members in plan.shared]
+    total = sum(len(members) for members in plan.weighted.values())
     try:
-        made = MergedModels(MergePlan(together, shared))
+        made = MergedModels(plan)
         worst = _worst_error(made, models)
     except (RuntimeError, IndexError, KeyError, ValueError, TypeError) as error:
         reason = f"the merged program does not run ({first_line(error)[:200]})"
@@ -155,31 +142,31 @@ def _merge_cluster(
         return None, None, reasons | {model.name: reason for model in together}
     report = MergedCluster(
         models=made.names,
-        operators=described,
+        operators=tuple(shared),
         operators_before=total,
-        operators_after=total - sum(len(group.members) - 1 for group in shared if group.is_whole),
-        operators_partly=sum(len(group.members) for group in shared if not group.is_whole),
-        shared_parameters=sum(group.part.parameters for group in shared),
-        memory_before_mib=before,
+        operators_after=total - sum(len(each.names) - 1 for each in shared),
+        memory_before_mib=sum(size_mib(models[model.name][0]) for model in together),
         memory_after_mib=made.weights_mib,
         worst_error=worst,
     )
     return made, report, reasons
 
 
-def _described(group: SharedOperator, models: Sequence[CapturedModel]) -> MergedOperator:
-    by_name = {model.name: model for model in models}
-    first = next(iter(group.members.values()))
-    largest = max(by_name[m.model].weights[m.weight].numel() for m in group.members.values())
+def _described(members: Mapping[str, fx.Node], models: Mapping[str, CapturedModel]) -> MergedOperator:
+    """Describe an operator with weights that several models share; its largest tensor is the weight."""
+    weights = {
+        name: max(
+            (arg for arg in node.all_input_nodes if arg in models[name].weights),
+            key=lambda arg: arg.meta["val"].numel(),
+        )
+        for name, node in members.items()
+    }
+    name, node = next(iter(members.items()))
     return MergedOperator(
-        kind=str(first.node.target).split(".")[1],
-        depth=by_name[first.model].facts[first.node].depth,
-        names={m.model: by_name[m.model].names[m.weight] for m in group.members.values()},
-        similarity=group.similarity,
-        shared_pct=100.0 * group.part.parameters / largest,
-        rows=len(group.part.rows),
-        columns=len(group.part.columns),
-        shared_parameters=group.part.parameters,
+        kind=str(node.target).split(".")[1],
+        depth=models[name].facts[node].depth,
+        names={name: models[name].names[weight] for name, weight in weights.items()},
+        parameters=models[name].weights[weights[name]].numel(),
     )
 
 

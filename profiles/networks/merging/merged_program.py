@@ -7,15 +7,14 @@ joint batch is split (a view); when they meet again, it is joined (a copy). Impo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from tenuto.profiles.networks.merging.capture import CapturedModel, static_size
-from tenuto.profiles.networks.merging.matching import SharedOperator, WeightedOperator
-from tenuto.profiles.networks.merging.merge_plan import Key, MergePlan, matrix_shape, others
+from tenuto.profiles.networks.merging.merge_plan import Key, MergePlan
 
 aten = torch.ops.aten
 
@@ -36,7 +35,6 @@ class _Builder:
         self.values: dict[tuple[Key, tuple[str, ...]], Any] = {}
         self.weights: dict[str, fx.Node] = {}
         self.sizes: dict[tuple[str, ...], Any] = {}
-        self.tensors = dict(plan.store.tensors)
 
     def build(self) -> fx.GraphModule:
         models = [self.plan.models[name] for name in self.present]
@@ -72,7 +70,7 @@ class _Builder:
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
         used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
-        module = fx.GraphModule({name: t for name, t in self.tensors.items() if name in used}, self.graph)
+        module = fx.GraphModule({name: t for name, t in self.plan.store.tensors.items() if name in used}, self.graph)
         module.eval()
         return module
 
@@ -149,23 +147,15 @@ class _Builder:
     # --- operators ----------------------------------------------------------------------------------------------
 
     def emit(self, key: Key, members: tuple[str, ...]) -> Any:
-        node = self.plan.members[key][members[0]]
-        group = self.plan.shared_of.get(node)
-        if group is None:
+        nodes = self.plan.members[key]
+        node = nodes[members[0]]
+        if key not in self.plan.weighted:
             return self.plain(node, members)
-        if group.is_whole:
-            chosen = group.members[members[0]]
-            joint = self.inputs(group, members)
-            return self.call(
-                node.target, *(joint if arg is chosen.input else self.argument(arg, members) for arg in node.args)
-            )
-        if self.plan.joins(group):
-            parts = self.parted(group, members)
-            return parts[0] if len(members) == 1 else self.join(parts, self.plan.models[members[0]].facts[node].batch)
-        together = tuple(name for name in self.present if name in group.members)
-        for name, part in zip(together, self.parted(group, together), strict=True):
-            self.values[self.plan.keys[group.members[name].node], (name,)] = part
-        return self.values[key, members]
+        inputs = {name: self.plan.models[name].weighted_input(nodes[name]) for name in members}
+        joint = self.inputs({name: given for name, given in inputs.items() if given is not None})
+        return self.call(
+            node.target, *(joint if arg is inputs[members[0]] else self.argument(arg, members) for arg in node.args)
+        )
 
     def plain(self, node: fx.Node, members: tuple[str, ...]) -> Any:
         """Emit an operator unchanged, on the joint batch of `members`."""
@@ -197,99 +187,12 @@ class _Builder:
         args = self.argument(node.args, members)
         return self.call(node.target, *args)
 
-    def inputs(self, group: SharedOperator, members: tuple[str, ...]) -> Any:
-        """Return the joint input of a group; its members' inputs may be one value or several."""
-        nodes = [group.members[name].input for name in members]
-        keys = {self.plan.keys[node] for node in nodes}
+    def inputs(self, nodes: Mapping[str, fx.Node]) -> Any:
+        """Return the joint input of an operator; its members' inputs may be one value or several."""
+        members = tuple(nodes)
+        first = nodes[members[0]]
+        keys = {self.plan.keys[node] for node in nodes.values()}
         if len(keys) == 1:
-            return self.get(keys.pop(), members, nodes[0])
-        parts = [self.get(self.plan.keys[n], (name,), n) for n, name in zip(nodes, members, strict=True)]
-        return self.join(parts, self.plan.models[members[0]].facts[nodes[0]].batch)
-
-    def parted(self, group: SharedOperator, members: tuple[str, ...]) -> list[Any]:
-        """Run the shared submatrix on the joint batch, and the rest of each model on its own batch; then order the
-        rows.
-
-        Inputs of different sizes are padded with zeros for the joint batch (USHER, section 2.4). This does not change
-        the part of the result that is kept.
-        """
-        first = group.members[members[0]]
-        name = self.plan.name_of(group)
-        batch = self.plan.models[first.model].facts[first.node].batch
-        features = first.features
-        own = {m: self.get(self.plan.keys[group.members[m].input], (m,), group.members[m].input) for m in members}
-        count = {m: matrix_shape(group.members[m]) for m in members}
-        places = {m: group.places(m) for m in members}
-        columns = places[members[0]][1]
-        outlines = {group.members[m].outline for m in members}
-        same = len({(count[m][1], *places[m][1]) for m in members}) == 1 and len(outlines) == 1
-        if same:
-            joint = self.inputs(group, members) if len(members) > 1 else own[members[0]]
-            seen = joint if len(columns) == count[members[0]][1] else self.take(joint, columns, features)
-        else:
-            narrow = {
-                m: own[m] if len(columns) == count[m][1] else self.take(own[m], places[m][1], features) for m in members
-            }
-            seen = self.join([self.padded(narrow[m], group.members[m], outlines) for m in members], batch)
-        top = self.apply(first, seen, name, None)
-        results = []
-        tops = [top] if len(members) == 1 else self.parts_of(top, group, members)
-        for member, upper in zip(members, tops, strict=True):
-            item = group.members[member]
-            rows, columns = places[member]
-            left = others(columns, count[member][1])
-            bias = f"{name}_bias_{self.plan.tags[member]}" if item.bias is not None else None
-            if left:
-                rest = self.apply(
-                    item, self.take(own[member], left, features), f"{name}_columns_{self.plan.tags[member]}", None
-                )
-                upper = self.call(aten.add.Tensor, upper, rest)
-            whole = upper
-            below = others(rows, count[member][0])
-            if below:
-                lower = self.apply(item, own[member], f"{name}_rows_{self.plan.tags[member]}", None)
-                whole = self.call(aten.cat.default, [upper, lower], features)
-            if bias is not None:
-                shape = [1, -1] + [1] * (item.node.meta["val"].dim() - 2) if item.is_convolution else [-1]
-                whole = self.call(aten.add.Tensor, whole, self.call(aten.reshape.default, self.weight(bias), shape))
-            order = sorted(range(count[member][0]), key=[*rows, *below].__getitem__)
-            results.append(self.take(whole, order, features))
-        return results
-
-    def padded(self, value: Any, item: WeightedOperator, outlines: Iterable[tuple[Any, ...]]) -> Any:
-        """Return an operator's input, padded with zeros to the largest of the outlines."""
-        largest = [max(sizes) if isinstance(sizes[0], int) else None for sizes in zip(*outlines, strict=True)]
-        more = [0 if size is None else size - mine for size, mine in zip(largest, item.outline, strict=True)]
-        more.insert(item.features, 0)
-        if not any(more):
-            return value
-        return self.call(aten.constant_pad_nd.default, value, [n for extra in reversed(more) for n in (0, extra)])
-
-    def parts_of(self, joint: Any, group: SharedOperator, members: tuple[str, ...]) -> list[Any]:
-        """Return each member's part of a joint result, without the padding."""
-        items = [group.members[name] for name in members]
-        batches = [self.plan.models[item.model].facts[item.node].batch or (0, 1) for item in items]
-        parts = self.split(joint, members, batches[0][0], [factor for _, factor in batches])
-        shapes = [item.node.meta["val"].shape for item in items]
-        for dim, sizes in enumerate(zip(*shapes, strict=True)):
-            if dim not in (batches[0][0], items[0].features) and len(set(sizes)) > 1:
-                parts = [self.call(aten.slice.Tensor, p, dim, 0, size) for p, size in zip(parts, sizes, strict=True)]
-        return parts
-
-    def take(self, value: Any, indices: list[int], dim: int) -> Any:
-        """Return features by index; as a slice if they lie side by side."""
-        if indices == list(range(indices[0], indices[-1] + 1)):
-            return self.call(aten.slice.Tensor, value, dim, indices[0], indices[-1] + 1)
-        name = f"order_{len(self.tensors)}"
-        for known, tensor in self.tensors.items():
-            if known.startswith("order_") and tensor.tolist() == indices:
-                name = known
-        if name not in self.tensors:
-            self.tensors[name] = torch.tensor(indices, device=self.plan.store.device)
-        return self.call(aten.index_select.default, value, dim, self.weight(name))
-
-    def apply(self, item: WeightedOperator, given: Any, weight: str, bias: Any) -> Any:
-        if item.is_convolution:
-            settings = [list(s) if isinstance(s, tuple) else [s] for s in item.settings[:3]]
-            return self.call(item.node.target, given, self.weight(weight), bias, *settings, item.settings[3])
-        return self.call(aten.linear.default, given, self.weight(weight), bias)
+            return self.get(keys.pop(), members, first)
+        parts = [self.get(self.plan.keys[node], (name,), node) for name, node in nodes.items()]
+        return self.join(parts, self.plan.models[members[0]].facts[first].batch)

@@ -8,34 +8,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MergedOperator:
-    """Operators of several models that run their common weights once.
-
-    `names`: the weight's name in every model. `similarity`: twice the common submatrix over the sum of the weights, the
-    least among the members. `shared_pct`: the submatrix that really runs once, in percent of the larger operator.
-    `rows` and `columns`: its output and input features.
-    """
+    """Operators of several models with equal weights, which run once. `names`: the weight's name in every model."""
 
     kind: str
     depth: int
     names: dict[str, str]
-    similarity: float
-    shared_pct: float
-    rows: int
-    columns: int
-    shared_parameters: int
+    parameters: int  # of the weight
 
 
 @dataclass(frozen=True)
 class MergedCluster:
     """Models merged into one program. `operators_before` and `operators_after`: operators with weights that run for one
-    request to every model. `operators_partly`: operators after merging that share only a part of their weights."""
+    request to every model."""
 
     models: tuple[str, ...]
     operators: tuple[MergedOperator, ...]
     operators_before: int
     operators_after: int
-    operators_partly: int
-    shared_parameters: int
     memory_before_mib: float
     memory_after_mib: float
     worst_error: float  # over all outputs, relative to the largest magnitude of the output
@@ -48,11 +37,10 @@ class MergedCluster:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The merged clusters, the reasons why other models are not merged, and the graph edit distances of all pairs."""
+    """The merged clusters, and the reasons why other models are not merged."""
 
     clusters: tuple[MergedCluster, ...]
     unmerged: dict[str, str]
-    distances: dict[str, float]
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -13,7 +13,6 @@ from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
 from tenuto.profiles.networks.merging.report import MergeReport
 from tests.instruments.mergeable import Attention, Convolutional
-from tests.instruments.seeds import seeds
 
 
 class Branching(torch.nn.Module):
@@ -25,18 +24,6 @@ class Branching(torch.nn.Module):
 
 def signature(*shape: int) -> ModelSignature:
     return ModelSignature("tensor", (TensorSignature("x", "float32", shape),), ())
-
-
-class OneConvolution(torch.nn.Module):
-    """A convolution of any settings, and a head that does not depend on the image's size."""
-
-    def __init__(self, kernel: int, stride: int, padding: int, dilation: int, groups: int) -> None:
-        super().__init__()
-        self.only = torch.nn.Conv2d(4, 8, kernel, stride, padding, dilation, groups)
-        self.head = torch.nn.Linear(8, 3)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self.head(self.only(image).relu().sum((2, 3))))
 
 
 class Flattening(torch.nn.Module):
@@ -98,15 +85,11 @@ def tuned() -> Tuned:
     return Tuned({"a": a, "b": b}, before, merged, report)
 
 
-def test_a_fine_tuned_convolution_is_shared_in_part_and_outputs_stay(tuned: Tuned) -> None:
+def test_what_stays_equal_around_a_fine_tuned_convolution_is_shared_and_outputs_stay(tuned: Tuned) -> None:
     cluster = tuned.report.clusters[0]
 
-    assert {op.names["a"]: round(op.shared_pct) for op in cluster.operators} == {
-        "first.weight": 100,
-        "second.weight": 50,
-        "head.weight": 100,
-    }
-    assert (cluster.operators_before, cluster.operators_after, cluster.operators_partly) == (6, 4, 2)
+    assert {op.names["b"]: op.parameters for op in cluster.operators} == {"first.weight": 216, "head.weight": 40}
+    assert (cluster.operators_before, cluster.operators_after) == (6, 4)
     assert cluster.worst_error <= 1e-5
     assert 0 < cluster.memory_after_mib < cluster.memory_before_mib
     for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"a": 3}, {"b": 4}):
@@ -130,7 +113,7 @@ def test_equal_models_run_everything_once() -> None:
     (merged,), report = merge(IMAGE, a=a, b=b)
     cluster = report.clusters[0]
 
-    assert (cluster.operators_before, cluster.operators_after, cluster.operators_partly) == (6, 3, 0)
+    assert (cluster.operators_before, cluster.operators_after) == (6, 3)
     assert cluster.memory_after_mib == pytest.approx(cluster.memory_before_mib / 2, rel=0.05)
     assert_same(merged, (3, 8, 8), {"a": a, "b": b}, a=2, b=3)
 
@@ -141,7 +124,7 @@ def test_equal_graphs_without_common_weights_stay_apart_with_the_reason() -> Non
 
     assert merged == []
     assert set(report.unmerged) == {"a", "b"}
-    assert "in common" in report.unmerged["a"]
+    assert "no operator has the weights" in report.unmerged["a"]
 
 
 def test_other_graphs_and_untraceable_models_stay_apart_while_the_rest_merges() -> None:
@@ -150,7 +133,7 @@ def test_other_graphs_and_untraceable_models_stay_apart_while_the_rest_merges() 
     (merged,), report = merge_models(models)
 
     assert merged.names == ("a", "b")
-    assert "edits" in report.unmerged["t"]
+    assert "same graph" in report.unmerged["t"]
     assert "cannot be traced" in report.unmerged["w"]
 
 
@@ -163,58 +146,48 @@ def test_the_originals_are_left_as_they_are(tuned: Tuned) -> None:
     assert all(torch.equal(tensor, tuned.before[name]) for name, tensor in tuned.modules["b"].state_dict().items())
 
 
-def test_a_part_that_lies_elsewhere_in_the_other_weight_is_shared_too() -> None:
-    a, b = pair(Convolutional)
-    weight = cast(Any, a).second.weight.detach()
-    moved = torch.randn_like(weight)
-    moved[1:, 2:] = weight[:-1, :-2]
-    cast(Any, b).second.weight.data = moved
-    (merged,), report = merge(IMAGE, a=a, b=b)
-
-    second = next(op for op in report.clusters[0].operators if op.names["a"] == "second.weight")
-    assert (second.rows, second.columns) == (7, 6)
-    for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"b": 4}):
-        assert_same(merged, (3, 8, 8), {"a": a, "b": b}, **sizes)
-
-
-def random_convolution(seed: int) -> tuple[tuple[int, int, int, int, int], list[tuple[int, int]]]:
-    """Return settings of a convolution and two sizes of images it accepts."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def drawn(least: int, below: int) -> int:
-        return int(torch.randint(least, below, (), generator=generator))
-
-    kernel, stride, padding = drawn(1, 4), drawn(1, 4), drawn(0, 4)
-    dilation, groups = drawn(1, 3), (1, 1, 2, 4)[drawn(0, 4)]
-    return (kernel, stride, padding, dilation, groups), [(drawn(6, 13), drawn(6, 13)) for _ in range(2)]
-
-
-@pytest.mark.parametrize("seed", seeds(4, 6))
-def test_a_smaller_image_is_padded_and_nothing_is_seen_of_it(seed: int) -> None:
-    settings, sizes = random_convolution(seed)
-    torch.manual_seed(seed)
-    a, b = OneConvolution(*settings).eval(), OneConvolution(*settings).eval()
-    b.load_state_dict(a.state_dict())
-    if settings[-1] == 1 and seed % 2:
-        b.only.weight.data[:3] += 0.2  # the rest of its rows is shared
-    shapes = {name: (4, *size) for name, size in zip("ab", sizes, strict=True)}
-    merged, report = merge_models({"a": (a, signature(*shapes["a"])), "b": (b, signature(*shapes["b"]))})
-
-    assert "only.weight" in {op.names["a"] for op in report.clusters[0].operators}
-    assert report.clusters[0].worst_error <= 1e-5
-    nodes = merged[0].program(("a", "b")).graph.nodes
-    once = [node for node in nodes if node.op == "call_function" and "conv2d" in str(node.target)]
-    assert len(once) == (1 if torch.equal(a.only.weight, b.only.weight) else 3)  # else the rest of each by itself
-
-
 @pytest.mark.parametrize("kind", [Attention, Flattening])
-def test_a_shorter_text_is_padded(kind: type[torch.nn.Module]) -> None:
+def test_texts_of_two_lengths_run_apart_until_their_sizes_are_equal(kind: type[torch.nn.Module]) -> None:
     a, b = pair(kind)
-    merged, report = merge_models({"a": (a, signature(6, 12)), "b": (b, signature(9, 12))})
+    (merged,), report = merge_models({"a": (a, signature(6, 12)), "b": (b, signature(9, 12))})
 
-    assert len(report.clusters[0].operators) == len([n for n, _ in a.named_parameters() if n.endswith("weight")])
+    assert [op.names["a"] for op in report.clusters[0].operators] == ["head.weight"]
+    assert report.clusters[0].memory_after_mib == pytest.approx(report.clusters[0].memory_before_mib / 2)
     with torch.inference_mode():
         given = {"a": torch.randn(3, 6, 12), "b": torch.randn(2, 9, 12)}
-        found = merged[0].run({name: (tensor,) for name, tensor in given.items()})
+        found = merged.run({name: (tensor,) for name, tensor in given.items()})
         for name, module in {"a": a, "b": b}.items():
             assert torch.allclose(found[name][0], module(given[name]), atol=1e-5)
+
+
+class Tied(torch.nn.Module):
+    """Two operators of one depth have one weight, as in networks with two arms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arm = torch.nn.Linear(12, 12)
+        self.head = torch.nn.Linear(12, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.head(self.arm(tokens.relu()) * self.arm(tokens.sin())).mean(1))
+
+
+def test_operators_of_one_weight_at_one_depth_stay_two() -> None:
+    a, b = pair(Tied)
+    cast(Any, b).head.weight.data += 0.1
+    (merged,), _ = merge(TOKENS, a=a, b=b)
+    for sizes in ({"a": 2, "b": 3}, {"b": 1}):
+        assert_same(merged, (6, 12), {"a": a, "b": b}, **sizes)
+
+
+def test_three_models_share_what_any_two_have_in_common() -> None:
+    a, b = pair(Convolutional)
+    c = Convolutional().eval()
+    c.load_state_dict(a.state_dict())
+    cast(Any, a).first.weight.data += 0.1
+    cast(Any, b).second.weight.data += 0.1
+    cast(Any, c).head.weight.data += 0.1
+    (merged,), report = merge(IMAGE, a=a, b=b, c=c)
+    assert sorted("".join(op.names) for op in report.clusters[0].operators) == ["ab", "ac", "bc"]
+    for sizes in ({"a": 2, "b": 2, "c": 1}, {"a": 1, "c": 5}, {"b": 3, "c": 2}):
+        assert_same(merged, (3, 8, 8), {"a": a, "b": b, "c": c}, **sizes)
