@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -114,8 +115,13 @@ class Policy(ABC):
 
 
 def policy_names() -> dict[str, type[Policy]]:
-    """Return every policy by name: the entry points of all installed packages, including Tenuto's own."""
-    return {name: point.load() for name, point in registered(POLICIES).items()}
+    """Return every policy by name: the entry points of all installed packages, including Tenuto's own. One whose module
+    is not there, as after half an upgrade, is left out."""
+    names = {}
+    for name, point in registered(POLICIES).items():
+        with contextlib.suppress(ModuleNotFoundError):
+            names[name] = point.load()
+    return names
 
 
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -130,11 +136,10 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 def _from_entry_point(name: str) -> type[Policy]:
     try:
-        point = entry_point(POLICIES, name)
-    except KeyError:
-        cure = cure_of_unknown(POLICIES, name, registered(POLICIES))
+        kind: type[Policy] = entry_point(POLICIES, name).load()
+    except (KeyError, ModuleNotFoundError):
+        cure = cure_of_unknown(POLICIES, name, policy_names())
         raise refused("--policy", name, "unknown policy", cure) from None
-    kind: type[Policy] = point.load()
     return kind
 
 

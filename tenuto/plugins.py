@@ -17,7 +17,10 @@ VERBS = "tenuto.verbs"
 
 LABORATORY: dict[str, frozenset[str]] = {
     POLICIES: frozenset(
-        {*("ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "sbp", "self-tuning"), "muxserve"}
+        {
+            *("ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "muxserve", "sbp", "self-tuning"),
+            *("ao-milp", "usher", "wao-usher", "wsm-milp"),
+        }
     ),
     SCHEDULERS: frozenset(
         {

@@ -284,7 +284,7 @@ def test_quick_commands_work_in_order(page: str, tmp_path: Path, monkeypatch: py
     Path("cluster.yaml").write_text(Cluster.model_validate({"nodes": nodes}).dump(), encoding="utf-8")
     Path("profile.yaml").write_text(load_shipped("thesis-v100").dump(), encoding="utf-8")
     if not any("plan.yaml" in words for words in quick_commands(text) if words[0] == "plan"):
-        run("plan", "workload.yaml", "--policy", "usher", "--gpus", "v100:4", "-o", "plan.yaml")
+        run("plan", "workload.yaml", "--policy", "gpulet", "--gpus", "v100:4", "-o", "plan.yaml")
     for words in quick_commands(text):
         if not any(name in words for name in MADE_BEFORE):
             is_run = words[0] in ("simulate", "goodput", "capacity") and "--duration-s" not in words

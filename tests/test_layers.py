@@ -258,7 +258,7 @@ sys.meta_path.insert(0, Block())
 for module in {modules}:
     importlib.import_module(module)
 from tenuto.placement import policy_names
-assert "usher" in policy_names()
+assert "symphony" in policy_names()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (len(modules) > 150, done.returncode, done.stderr) == (True, 0, "")

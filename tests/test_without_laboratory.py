@@ -44,7 +44,7 @@ CHEAP = [name for name in OURS if name not in ("igniter", "parvagpu", "tenuto")]
 WORKS = [
     "policies --json",
     *(f"plan w.yaml --policy {name} --gpus v100:2 -o {name}.yaml" for name in CHEAP),
-    *(f"simulate usher.yaml --scheduler {name} --duration-s 2" for name in ("deferred", "symphony", "eager")),
+    *(f"simulate symphony.yaml --scheduler {name} --duration-s 2" for name in ("deferred", "symphony", "eager")),
     "plan w.yaml --policy tenuto --option requests=200 --gpus v100:2 -o tenuto.yaml",
     "deploy --help",
     "serve --help",
@@ -57,7 +57,7 @@ MISSED = [
     *(f"{verb} list" for verb in sorted(LABORATORY[VERBS])),
 ]
 UNKNOWN = {
-    "plan w.yaml --gpus v100:2 --policy ushr": "Did you mean 'usher'? Use one of ao-milp, gpulet",
+    "plan w.yaml --gpus v100:2 --policy symphny": "Did you mean 'symphony'? Use one of gpulet, igniter",
     "simulate w.yaml --gpus v100:2 --scheduler fifo": "Use one of deferred, symphony, eager.",
     "sreve": "Did you mean 'serve'?",
 }

@@ -40,7 +40,6 @@ SCENES = (
     ("placement/planner/generation", "generate"),
     ("placement/planner/mixed", "generate"),
     ("placement/planner/fault", "generate"),
-    ("placement/policies/milp", "milp"),
     ("placement/expectation", "promise"),
     ("placement", "plan"),
     ("deployments/control/lengths", "none"),
@@ -67,8 +66,8 @@ def schedule(seed: int, count: int) -> Iterator[float]:
         yield 100.0 * run(draw(seed, number, 10_000), "deferred")[0].attainment
 
 
-def plan(seed: int, count: int, policy: str = "tenuto") -> Iterator[float]:
-    """Yield the part in time of random workloads, on plans of a policy."""
+def plan(seed: int, count: int) -> Iterator[float]:
+    """Yield the part in time of random workloads, on plans of policy `tenuto`."""
     from bench_promises import scenes, served
 
     from tenuto.errors import TenutoError
@@ -76,17 +75,12 @@ def plan(seed: int, count: int, policy: str = "tenuto") -> Iterator[float]:
 
     for scene in scenes(1000 * seed, count):
         try:
-            made = solve(load_policy(policy, {}), scene.workload, scene.cluster, scene.profiles)
+            made = solve(load_policy("tenuto", {}), scene.workload, scene.cluster, scene.profiles)
             found = served(made, scene.workload, 30.0).values()
         except TenutoError:
             yield 0.0
             continue
         yield 100.0 * sum(ok for _, ok in found) / sum(offered for offered, _ in found)
-
-
-def milp(seed: int, count: int) -> Iterator[float]:
-    """Yield what plans of policy `ao-milp` serve."""
-    return plan(seed, count, "ao-milp")
 
 
 def promise(seed: int, count: int) -> Iterator[float]:
@@ -182,7 +176,6 @@ def waves(seed: int, count: int) -> Iterator[float]:
 MEASURED: dict[str, Callable[[int, int], Iterator[float]]] = {
     "schedule": schedule,
     "plan": plan,
-    "milp": milp,
     "promise": promise,
     "buy": buy,
     "mig": mig,

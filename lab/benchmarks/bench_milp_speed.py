@@ -11,7 +11,7 @@ import time
 from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.placement import Cluster
-from tenuto.placement.policies.milp.milp import AoMilp, MilpPolicy, WsmMilp
+from tenuto_lab.baselines.milp.milp import AoMilp, MilpPolicy, WsmMilp
 
 # Models, GPUs, requests per second: each size once with GPUs to spare and once overloaded.
 SIZES = (

@@ -14,9 +14,9 @@ from statistics import fmean
 from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.placement import Cluster
-from tenuto.placement.policies.shared.requirements import Requirement, requirements_of
-from tenuto.placement.policies.usher.grouping import group_models
-from tenuto.placement.policies.usher.usher import Usher, WaoUsher
+from tenuto_lab.baselines.requirements import Requirement, requirements_of
+from tenuto_lab.baselines.usher.grouping import group_models
+from tenuto_lab.baselines.usher.usher import Usher, WaoUsher
 
 # USHER (OSDI 2024), table 2: 20 models, 24 V100; grouping 0.1 s, decision 0.51 s.
 PAPER_GROUPING_S, PAPER_DECISION_S = 0.1, 0.51

@@ -147,11 +147,11 @@ def command(
     code 1: no model is served in time; with --strict, some model is not served as asked. Long searches show their
     progress on stderr. Ctrl-C ends such a search with the best plan so far; a second Ctrl-C ends it without a plan.
 
-    Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
+    Example: tenuto plan workload.yaml --policy symphony --gpus v100:4 -o plan.yaml
     """
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
     if compare and not names:
-        raise refused("--compare", compare, "names no policy", "Write for example usher,wsm-milp.")
+        raise refused("--compare", compare, "names no policy", "Write for example tenuto,symphony.")
     if compare and from_file:
         raise refused("--compare", compare, "is for plans made anew", "Choose one policy with --policy for --from.")
     if at_most is not None and from_file is None:

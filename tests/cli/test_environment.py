@@ -133,7 +133,7 @@ def test_commands_work_in_an_environment_of_others(tmp_path: Path) -> None:
     plan, gpus = "my plän.yaml", ("--gpus", "v100:2")
     commands: list[tuple[tuple[str, ...], int]] = [
         (("plan", "w.yaml", *gpus, "--policy", "ffd", "-o", plan), 0),
-        (("plan", "w.yaml", *gpus, "--compare", "usher,ffd"), 0),  # prints ×
+        (("plan", "w.yaml", *gpus, "--compare", "gpulet,ffd"), 0),  # prints ×
         (("simulate", plan, "--duration-s", "1"), 0),
         (("explain", plan), 0),
         (("policies",), 0),

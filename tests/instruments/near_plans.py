@@ -22,7 +22,7 @@ from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
-POLICIES = ("tenuto", "symphony", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet", "igniter")
+POLICIES = ("tenuto", "symphony", "gpulet", "igniter")
 LIMITS = (None, 0, 1, 2, 3)
 NETWORKS = (
     "alexnet",

@@ -15,6 +15,8 @@ from tenuto.placement.merging import apply_merging
 from tenuto.placement.planner.completion import check_plan
 from tenuto.placement.program import MergedGroup, worst_split_ms
 from tenuto.profiles import LatencyTable, LinearLatency, Profile, Profiles
+from tenuto_lab.baselines.milp.milp import AoMilp, WsmMilp
+from tenuto_lab.baselines.usher.usher import Usher, WaoUsher
 
 ONE_GPU = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": 1}]}]})
 
@@ -146,7 +148,7 @@ def test_groups_that_lie_apart_are_left_out_and_the_plan_says_why(places: tuple[
     assert any("a+b is not merged" in note and why in note for note in plan.notes)
 
 
-def beside_each_other(merge: Any, together_ms: float, *, gpus: int = 1, policy: str = "usher") -> Plan:
+def beside_each_other(merge: Any, together_ms: float, *, gpus: int = 1, policy: Policy | None = None) -> Plan:
     """A plan of two models that take 40 and 35 % of a GPU each, alike but for the last layers; merged, a joint batch of
     eight takes `together_ms` on the whole GPU."""
 
@@ -166,11 +168,11 @@ def beside_each_other(merge: Any, together_ms: float, *, gpus: int = 1, policy: 
     profile = Profile.model_validate({"name": "m", "gpu_type": "v100", "source": "t", "models": rows})
     models = [{"name": n, "source": "resnet50", "rate_rps": 480 * gpus, "slo_ms": 60} for n in "ab"]
     given = Workload.model_validate({"models": models, "merge": merge})
-    return solve(load_policy(policy), given, Cluster.parse(f"v100:{gpus}"), Profiles([profile]))
+    return solve(policy or Usher(), given, Cluster.parse(f"v100:{gpus}"), Profiles([profile]))
 
 
-@pytest.mark.parametrize("policy", ["usher", "wao-usher"])
-def test_models_side_by_side_on_a_gpu_become_one_context_with_the_sum_of_their_shares(policy: str) -> None:
+@pytest.mark.parametrize("policy", [Usher(), WaoUsher()])
+def test_models_side_by_side_on_a_gpu_become_one_context_with_the_sum_of_their_shares(policy: Policy) -> None:
     apart, merged = (beside_each_other(merge, 8.0, policy=policy) for merge in ("off", "auto"))
     assert [gpulet.share_pct for gpulet in apart.gpulets] == [40.0, 35.0]
     (one,) = merged.gpulets
@@ -184,8 +186,8 @@ def test_models_side_by_side_on_a_gpu_become_one_context_with_the_sum_of_their_s
     assert any("a+b is merged" in note and "75 %" in note for note in merged.notes)
 
 
-@pytest.mark.parametrize("policy", ["wsm-milp", "ao-milp"])
-def test_so_they_do_under_every_policy_that_puts_them_side_by_side_without_shares(policy: str) -> None:
+@pytest.mark.parametrize("policy", [WsmMilp(), AoMilp()])
+def test_so_they_do_under_every_policy_that_puts_them_side_by_side_without_shares(policy: Policy) -> None:
     plan = beside_each_other("auto", 8.0, policy=policy)
     (one,) = plan.gpulets
     assert (one.share_pct, [group.models for group in one.merge]) == (None, [("a", "b")])

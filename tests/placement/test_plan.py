@@ -10,8 +10,8 @@ import yaml
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan, solve
-from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.shown.table import compare_rows, rows_of, totals_of, why_unserved
+from tenuto_lab.baselines.usher.usher import WaoUsher
 from tests.placement.published import LANGUAGE_MIX, equal_rates, thesis, v100s
 
 PLAN: dict[str, Any] = {

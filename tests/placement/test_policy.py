@@ -14,7 +14,7 @@ from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tests.placement.published import equal_rates, placed, thesis, v100s
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "your-policy.md"
-OURS = ("usher", "wao-usher", "ao-milp", "wsm-milp", "symphony")
+OURS = ("tenuto", "symphony", "igniter", "gpulet", "parvagpu")
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_every_policy_has_a_line_and_a_source() -> None:
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(InvalidInputError, match="Did you mean 'usher'"):
-        load_policy("ushr")
+    with pytest.raises(InvalidInputError, match="Did you mean 'symphony'"):
+        load_policy("symphny")
 
 
 @pytest.mark.parametrize(
@@ -101,26 +101,26 @@ def test_options_are_converted_to_the_type_of_the_default() -> None:
     policy = load_policy("gpulet", {"max_batch": "16"})
     assert isinstance(policy, GpuletPolicy)
     assert policy.options == {"max_batch": 16}
-    assert load_policy("wsm-milp", {"max_replicas": "2"}).options == {"max_replicas": 2}
-    assert load_policy("usher", {"shares": "no"}).options == {"shares": False}
+    assert load_policy("tenuto", {"requests": "2", "starts": "ffd"}).options == {"requests": 2, "starts": ("ffd",)}
+    assert load_policy("gpulet", {"merge_without_free": "yes"}).options == {"merge_without_free": True}
 
 
 def test_all_wrong_options_are_told_at_once() -> None:
     with pytest.raises(InvalidInputError) as caught:
-        load_policy("usher", {"heavy": "1", "heavy_ratio": "x", "shares": "perhaps"})
-    assert [problem.path for problem in caught.value.problems] == [
-        "--option heavy",
-        "--option heavy_ratio",
-        "--option shares",
+        load_policy("gpulet", {"shares_pct": "1", "max_batch": "x", "merge_without_free": "perhaps"})
+    assert sorted(problem.path for problem in caught.value.problems) == [
+        "--option max_batch",
+        "--option merge_without_free",
+        "--option shares_pct",
     ]
 
 
 @pytest.mark.parametrize(
     ("policy", "option", "value", "words"),
     [
-        ("ao-milp", "max_replicas", "two", "must be a whole number. The default is None"),
-        ("ao-milp", "time_limit_s", "nan", "must be a number. The default is None"),
-        ("usher", "heavy_ratio", "nan", "must be a number. The default is 1.2"),
+        ("tenuto", "requests", "two", "must be a whole number. The default is 8000"),
+        ("symphony", "time_limit_s", "nan", "must be a number. The default is"),
+        ("tenuto", "attainment", "nan", "must be a number. The default is 0.99"),
         ("gpulet", "shares", "20,nan", "must be a list separated by commas. The default is 20.0,40.0"),
         ("sbp", "halves", "maybe", "must be true or false"),
     ],

@@ -10,14 +10,15 @@ import sys
 
 import pytest
 
-from tenuto.placement import load_policy, solver
+from tenuto.placement import solver
 from tenuto.placement.solver import Rows, integer_program
+from tenuto_lab.baselines.milp.milp import AoMilp
 from tests.placement.published import LANGUAGE_MIX, equal_rates, planned, v100s
 
 
 def test_the_lines_that_highs_prints_for_itself_are_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
     for gpus in (6, 7, 8):  # on at least one of them HiGHS 1.12 tells how it polishes a solution
-        planned(load_policy("ao-milp"), equal_rates(LANGUAGE_MIX, 300, 300), v100s(gpus))
+        planned(AoMilp(), equal_rates(LANGUAGE_MIX, 300, 300), v100s(gpus))
     ctypes.CDLL(None).fflush(None)
     assert tuple(capfd.readouterr()) == ("", "")
 

@@ -13,7 +13,6 @@ from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
-from tenuto.placement.policies.usher.usher import Usher
 from tenuto.placement.policy import Abilities
 from tenuto.placement.watch import INTERRUPTED, PlanningWatch
 from tenuto.profiles import Profiles
@@ -46,7 +45,7 @@ def vision(rate_rps: float = 500.0) -> Workload:
 
 @pytest.mark.parametrize(
     ("make", "load", "profiles"),
-    [(lambda: TenutoPolicy(requests=2_000), vision(), THESIS), (Usher, vision(), THESIS), (GpuletPolicy, FEW, IGNITER)],
+    [(lambda: TenutoPolicy(requests=2_000), vision(), THESIS), (GpuletPolicy, FEW, IGNITER)],
 )
 @pytest.mark.parametrize("words", [1, 2])
 def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(
@@ -65,7 +64,7 @@ def check_that_it_stops(make: Callable[[], Policy], load: Workload, profiles: Pr
     assert policy.watch.heard <= whole.watch.heard  # type: ignore[attr-defined]
     assert {r.name for g in plan.gpulets for r in g.models} | set(plan.unserved) == {m.name for m in load.models}
     assert all(plan.unserved_reasons[name] for name in plan.unserved)
-    if words > 1 or isinstance(policy, TenutoPolicy | Usher):
+    if words > 1 or isinstance(policy, TenutoPolicy):
         assert plan.gpulets
 
 

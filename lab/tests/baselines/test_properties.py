@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tenuto.placement import Policy
+from tenuto.placement import Policy, Workload
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.ffd import FirstFitDecreasing
@@ -15,7 +15,9 @@ from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
 from tenuto_lab.baselines.gpulets_plus import GpuletsPlus
 from tenuto_lab.baselines.gslice import Gslice
 from tenuto_lab.baselines.ideal import Ideal
+from tenuto_lab.baselines.milp.milp import AoMilp, WsmMilp
 from tenuto_lab.baselines.sbp import SquishyBinPacking
+from tenuto_lab.baselines.usher.usher import Usher, WaoUsher
 from tenuto_lab.baselines.without_a_plan import MpsDefault, SelfTuning
 from tests.placement.policies.gpulet.turns import IGNITER
 from tests.placement.policies.igniter.cases import three
@@ -31,9 +33,13 @@ from tests.placement.policies.test_properties import (
 )
 from tests.placement.published import decided, thesis, v100s
 from tests.placement.test_merging import beside_each_other
-from tests.placement.test_watch import FEW, check_that_it_stops
+from tests.placement.test_watch import FEW, check_that_it_stops, vision
 
 CASES: dict[str, Case] = {
+    "usher": Case(Usher, 1.0, thesis(), models=5),
+    "wao-usher": Case(WaoUsher, 1.0, thesis(), models=4, examples=5),
+    "ao-milp": Case(AoMilp, 1.0, thesis(), examples=6),
+    "wsm-milp": Case(WsmMilp, 1.0, thesis(), examples=6),
     "ffd": Case(FirstFitDecreasing, 0.5, thesis()),
     "sbp": Case(SquishyBinPacking, 1.0, **tight),
     "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
@@ -74,14 +80,23 @@ def test_models_that_take_turns_share_what_only_a_running_batch_needs(policy: Po
     check_shared_memory(policy)
 
 
-@pytest.mark.parametrize("make", [lambda: Ideal(max_steps=2_000), lambda: SelfTuning(max_steps=2_000)])
+@pytest.mark.parametrize(
+    ("make", "load", "profiles"),
+    [
+        (lambda: Ideal(max_steps=2_000), FEW, IGNITER),
+        (lambda: SelfTuning(max_steps=2_000), FEW, IGNITER),
+        (Usher, vision(), thesis()),
+    ],
+)
 @pytest.mark.parametrize("words", [1, 2])
-def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(make: Callable[[], Policy], words: int) -> None:
-    check_that_it_stops(make, FEW, IGNITER, words)
+def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(
+    make: Callable[[], Policy], load: Workload, profiles: Profiles, words: int
+) -> None:
+    check_that_it_stops(make, load, profiles, words)
 
 
 def test_models_that_run_side_by_side_without_shares_are_merged() -> None:
-    (one,) = beside_each_other("auto", 8.0, policy="mps-default").gpulets
+    (one,) = beside_each_other("auto", 8.0, policy=MpsDefault()).gpulets
     assert (one.share_pct, [group.models for group in one.merge]) == (None, [("a", "b")])
 
 

@@ -40,7 +40,7 @@ def trials(load: Workload, requests: int = 4_000, seed: int = 0) -> Trials:
     return Trials(load.models, requests=requests, seed=seed, scheduler="deferred", network=NetworkDelay())
 
 
-def test_serves_on_four_gpus_what_usher_needs_six_for() -> None:
+def test_serves_on_four_gpus_what_published_policies_need_six_for() -> None:
     load = workload(*VISION)
     plan = planned(load, v100s(4))
     assert plan.unserved == ()
@@ -103,7 +103,7 @@ def test_no_worse_than_its_starts_on_the_trials_arrivals() -> None:
     own = planned(load, cluster)
     run = trials(load).run
     mine = run(own).ok_rps.sum()
-    for name in ("symphony", "usher", "sbp", "gpulet", "ffd"):
+    for name in ("symphony", "sbp", "gpulet", "ffd"):
         assert mine >= 0.995 * run(solve(load_policy(name), load, cluster, THESIS)).ok_rps.sum(), name
 
 
@@ -119,7 +119,6 @@ def test_an_elastic_cluster_gets_the_fewest_gpus_found() -> None:
     load = workload(*VISION)
     plan = planned(load, v100s(1, elastic=True))
     assert plan.expected.gpus_used == len(plan.gpus) == 4
-    assert solve(load_policy("usher"), load, v100s(1, elastic=True), THESIS).expected.gpus_used == 6
     assert all(model.goodput_rps >= 0.99 * 500 for model in plan.expected.models.values())
 
 

@@ -18,7 +18,7 @@ from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.instruments.near_plans import changed_scene
 from tests.instruments.plans import make_plan
-from tests.placement.published import VISION, equal_rates, thesis, v100s
+from tests.placement.published import v100s
 
 
 def test_one_queue_keeps_alike_gpulets_equally_busy() -> None:
@@ -159,18 +159,6 @@ def test_a_gathered_batch_is_capped_in_the_mean_of_what_comes() -> None:
         assert mean_of_capped(largest, come) == pytest.approx(drawn, rel=0.01)
 
 
-@pytest.mark.parametrize("policy", ["wao-usher", "wsm-milp"])
-def test_what_a_published_plan_promises_is_what_it_serves_and_not_what_the_policy_believed(policy: str) -> None:
-    """The thesis' section 6.2.1: latencies of whole GPUs, and neighbours that cost nothing."""
-    plan = solve(load_policy(policy), equal_rates(VISION, 500, 200), v100s(4), thesis())
-    trials = Trials(plan.models, requests=10_000, seed=3, scheduler="deferred", network=NetworkDelay())
-    assert plan.believed is not None
-    assert plan.believed.goodput_rps == pytest.approx(2_500.0)
-    assert plan.expected.goodput_rps == pytest.approx(trials.run(plan).ok_rps.sum(), rel=0.04)
-    assert plan.expected.goodput_rps < 0.9 * 2_500.0
-    assert any("neighbours" in line or "time slices" in line for line in plan.expected.assumptions)
-
-
 def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
     model = ("m", 1.0, 50.0, 1.0, 20.0)
     assert Outlooks().of(plan_of(model)).parts["m"] > 0.99
@@ -275,7 +263,7 @@ def test_a_plan_says_which_models_cannot_wait_for_their_neighbours() -> None:
         assert not any("some requests are lost while" in line for line in expected_of(patient).assumptions)
 
 
-@pytest.mark.parametrize("policy", ["symphony", "gpulet", "usher"])
+@pytest.mark.parametrize("policy", ["symphony", "gpulet", "igniter"])
 def test_what_a_changed_gpulet_is_not_connected_with_promises_what_it_did(policy: str) -> None:
     """Of random plans, each gpu-let in turn ends: what is connected with it promises what it does in the whole plan,
     and everything else what it did before."""

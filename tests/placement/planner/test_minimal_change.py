@@ -150,10 +150,8 @@ def test_by_every_policy_nothing_changes_for_nothing(policy: str) -> None:
 @pytest.mark.parametrize(
     ("seed", "policy", "options"),
     [
-        pytest.param(9113, "wao-usher", {}, id="limits of memory leave no room beside what stays"),
         pytest.param(9378, "tenuto", {"requests": "500"}, id="tried plans promise what trials serve"),
         pytest.param(9109, "igniter", {}, id="what was added and is not needed in the end is left away"),
-        pytest.param(500163, "wao-usher", {}, id="what its neighbours are the quicker without is left away"),
     ],
 )
 def test_what_was_wrong_once_stays_right(seed: int, policy: str, options: dict[str, str]) -> None:

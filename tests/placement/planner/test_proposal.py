@@ -122,7 +122,7 @@ def test_without_the_policy_there_are_standby_processes_all_the_same() -> None:
     assert [standby.gpulet.gpu for standby in found.standby] == ["n0/1"]
 
 
-@pytest.mark.parametrize("policy", ["symphony", "gpulet", "usher"])
+@pytest.mark.parametrize("policy", ["symphony", "gpulet"])
 def test_a_model_that_comes_is_added_to_what_runs_where_there_is_room(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,10 @@ from tenuto.placement.planner import PlanTask, make_plan
 from tenuto.placement.planner.completion import usage_of
 from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
-from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.policy import load_policy
-from tenuto.profiles import Profile, Profiles
+from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.usher.usher import WaoUsher
 from tests.placement.published import equal_rates, requirement_profile, thesis, v100s
 
 
@@ -136,31 +136,6 @@ def test_a_rate_beyond_what_an_elastic_cluster_grows_to_is_refused_at_once() -> 
     with pytest.raises(InvalidInputError, match=r"rate_rps.*at least .* GPUs.*elastic cluster grows to 10,000"):
         check_inputs(workload, Cluster.parse("v100:1", elastic=True), thesis())
     check_inputs(workload, v100s(4), thesis())  # a fixed cluster carries what it can
-
-
-@pytest.mark.parametrize(
-    ("policy", "estimated", "is_told"),
-    [
-        ("usher", 1.0, True),
-        ("wao-usher", 1.0, True),
-        ("ao-milp", 1.0, True),
-        ("usher", 0.0, False),  # by hardware counters
-        ("ffd", 1.0, False),  # reads no occupancy
-    ],
-)
-def test_an_estimated_occupancy_is_not_taken_for_a_measured_one(policy: str, estimated: float, is_told: bool) -> None:
-    metrics = {
-        "achieved_occupancy_pct": 30.0,
-        "wavg_ach_occ_pct": 20.0,
-        "wavg_sm_util_pct": 40.0,
-        "occupancy_estimated": estimated,
-    }
-    points = [{"batch_size": b, "latency_ms": 2.0 + b, "memory_mib": 900, "metrics": metrics} for b in (1, 4)]
-    data = {"name": "p", "source": "test", "gpu_type": "v100", "models": {"m": {"points": points}}}
-    workload = Workload.model_validate({"models": [{"name": "m", "rate_rps": 50, "slo_ms": 100}]})
-    plan = solve(load_policy(policy), workload, v100s(1), Profiles([Profile.model_validate(data)]))
-    told = [note for note in plan.notes if note.startswith("estimated, not measured (v100):") and "occ" in note]
-    assert bool(told) is is_told
 
 
 def test_gpus_of_one_type_cost_what_each_of_them_costs() -> None:

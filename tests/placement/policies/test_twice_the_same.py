@@ -9,17 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import distribution
 from typing import Any
 
 from tenuto.errors import TenutoError
-from tenuto.placement import Cluster, Workload, load_policy, solve, solver
+from tenuto.placement import Cluster, Workload, load_policy, policy_names, solve, solver
+from tenuto.plugins import LABORATORY, POLICIES
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
 MODELS, GPUS = 15, 6
 AN_HOUR_S = 3600.0
-OF_THE_MACHINE = sorted(point.name for point in distribution("tenuto").entry_points.select(group="tenuto.policies"))
+OF_THE_MACHINE = sorted(policy_names().keys() - LABORATORY[POLICIES])
 
 
 def scenes() -> Iterator[tuple[Workload, Cluster, Profiles]]:

@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tenuto.placement import Plan, load_policy
-from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.shown.picture import MOST_SINGLE_BARS, PALETTE, draw
+from tenuto_lab.baselines.usher.usher import WaoUsher
 from tests.placement.published import LANGUAGE_MIX, equal_rates, planned, v100s
 
 SVG = "{http://www.w3.org/2000/svg}"

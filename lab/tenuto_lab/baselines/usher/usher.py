@@ -17,7 +17,11 @@ from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import hosting_plan
-from tenuto.placement.policies.shared.requirements import (
+from tenuto.placement.policy import Abilities, Policy
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import Profiles
+from tenuto.profiles.share_latency import WHOLE_GPU_PCT
+from tenuto_lab.baselines.requirements import (
     MEMORY,
     Requirement,
     Requirements,
@@ -25,12 +29,8 @@ from tenuto.placement.policies.shared.requirements import (
     hosted_requirements,
     requirements_of,
 )
-from tenuto.placement.policies.usher.grouping import TIES, group_models
-from tenuto.placement.policies.usher.search import Choice, Config, GpuStates, Need, Readings, Search, State, Taken
-from tenuto.placement.policy import Abilities, Policy
-from tenuto.placement.workload import ModelSpec, Workload
-from tenuto.profiles import Profiles
-from tenuto.profiles.share_latency import WHOLE_GPU_PCT
+from tenuto_lab.baselines.usher.grouping import TIES, group_models
+from tenuto_lab.baselines.usher.search import Choice, Config, GpuStates, Need, Readings, Search, State, Taken
 
 MULTIPLIERS = 6  # paper: §3.3; replica counts are i * c_min with i in 1..6
 MOST_IN_A_GROUP = 6  # limit: models of an explicit group; the search is exponential in it

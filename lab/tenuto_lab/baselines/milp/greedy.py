@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tenuto.placement.costs import FULL_PCT
-from tenuto.placement.policies.milp.patterns import Item, Pattern
-from tenuto.placement.policies.milp.placement_program import PlacementProgram
+from tenuto_lab.baselines.milp.patterns import Item, Pattern
+from tenuto_lab.baselines.milp.placement_program import PlacementProgram
 
 
 def greedy_patterns(

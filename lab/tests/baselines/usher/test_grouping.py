@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.placement.policies.usher import grouping as usher_grouping
-from tenuto.placement.policies.usher.grouping import group_models
+from tenuto_lab.baselines.usher import grouping as usher_grouping
+from tenuto_lab.baselines.usher.grouping import group_models
 
 surpluses = st.lists(st.integers(-100, 100), min_size=1, max_size=7)
 

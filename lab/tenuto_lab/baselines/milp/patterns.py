@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.placement.costs import FULL_PCT
-from tenuto.placement.policies.shared.requirements import Requirement
 from tenuto.placement.workload import ModelSpec
+from tenuto_lab.baselines.requirements import Requirement
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.placement.policies.milp.patterns import Item, Pattern
 from tenuto.placement.solver import Rows, integer_program, linear_program
 from tenuto.placement.workload import ModelSpec
+from tenuto_lab.baselines.milp.patterns import Item, Pattern
 
 TOLERANCE = 1e-6  # derived: relative rounding error of the solver
 

@@ -17,8 +17,13 @@ from operator import attrgetter
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.milp.greedy import greedy_patterns
-from tenuto.placement.policies.milp.patterns import (
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import hosting_plan
+from tenuto.placement.policy import Abilities, Policy
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import Profiles
+from tenuto_lab.baselines.milp.greedy import greedy_patterns
+from tenuto_lab.baselines.milp.patterns import (
     Item,
     Pattern,
     TooManyPatternsError,
@@ -26,10 +31,8 @@ from tenuto.placement.policies.milp.patterns import (
     items_of,
     patterns_worth,
 )
-from tenuto.placement.policies.milp.placement_program import PlacementProgram, Relaxation, Solution
-from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.policies.shared.hosting import hosting_plan
-from tenuto.placement.policies.shared.requirements import (
+from tenuto_lab.baselines.milp.placement_program import PlacementProgram, Relaxation, Solution
+from tenuto_lab.baselines.requirements import (
     MEMORY,
     Requirement,
     Requirements,
@@ -37,9 +40,6 @@ from tenuto.placement.policies.shared.requirements import (
     hosted_requirements,
     requirements_of,
 )
-from tenuto.placement.policy import Abilities, Policy
-from tenuto.placement.workload import ModelSpec, Workload
-from tenuto.profiles import Profiles
 
 COLUMNS_PER_ROUND = 20  # fitted: column generation; patterns added per round and GPU type
 MOST_ROUNDS = 200  # limit: rounds before the last one's bound is taken

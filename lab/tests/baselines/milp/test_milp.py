@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.policies.milp.milp import AoMilp, WsmMilp
-from tenuto.placement.policies.milp.patterns import enumerate_patterns, items_of, patterns_worth
-from tenuto.placement.policies.shared.requirements import requirements_of
+from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.profiles import Profiles
+from tenuto_lab.baselines.milp.milp import AoMilp, WsmMilp
+from tenuto_lab.baselines.milp.patterns import enumerate_patterns, items_of, patterns_worth
+from tenuto_lab.baselines.requirements import requirements_of
+from tests.placement.policies.test_properties import Case, workloads
 from tests.placement.published import (
     LANGUAGE_MIX,
     VISION,
@@ -222,3 +224,18 @@ def test_missing_metrics_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="both"):
         planned(AoMilp(memory_metric="nothing"), equal_rates(["bert"], 1, 300), v100s(1))
     assert thesis().get("bert", "v100").points
+
+
+@given(workload=workloads(Case(AoMilp, 1.0, thesis())), count=st.integers(1, 5))
+@settings(max_examples=settings.default.max_examples // 4)
+@pytest.mark.parametrize("policy", [AoMilp, WsmMilp])
+def test_one_more_gpu_never_lowers_the_goodput(policy: Callable[[], Policy], workload: Workload, count: int) -> None:
+    try:
+        fewer = solve(policy(), workload, Cluster.parse(f"v100:{count}"), thesis())
+        more = solve(policy(), workload, Cluster.parse(f"v100:{count + 1}"), thesis())
+    except InvalidInputError:
+        return
+    if all(plan.notes and plan.notes[0].startswith("optimal") for plan in (fewer, more)):
+        # What the program optimises; what is expected counts random arrivals as well.
+        few, many = (plan.believed.goodput_rps if plan.believed else 0.0 for plan in (fewer, more))
+        assert many >= few - 1e-3

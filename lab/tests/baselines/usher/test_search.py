@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from lab.tests.baselines.usher import reference
 from tenuto.placement import Cluster, Workload, load_policy
 from tenuto.profiles import Profile, Profiles
-from tests.placement.policies.usher import reference
 
 KINDS = {"v100": 3.06, "a100": 3.67, "t4": 0.526}
 

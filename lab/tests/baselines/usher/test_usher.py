@@ -6,8 +6,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload, load_policy, solve
-from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 from tenuto.profiles import Profiles
+from tenuto_lab.baselines.usher.usher import Usher, WaoUsher
 from tests.placement.published import (
     LANGUAGE_MIX,
     VISION,
