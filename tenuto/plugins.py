@@ -19,7 +19,7 @@ LABORATORY: dict[str, frozenset[str]] = {
     POLICIES: frozenset(
         {
             *("ffd", "ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "muxserve", "sbp", "self-tuning"),
-            *("ao-milp", "usher", "wao-usher", "wsm-milp"),
+            *("ao-milp", "igniter", "usher", "wao-usher", "wsm-milp"),
         }
     ),
     SCHEDULERS: frozenset(

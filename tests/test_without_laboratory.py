@@ -39,8 +39,8 @@ def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
 
 
 OURS = sorted(set(entry_points(group=POLICIES).names) - LABORATORY[POLICIES])
-# igniter wants coefficients, parvagpu GPUs that it may cut, and tenuto takes seconds.
-CHEAP = [name for name in OURS if name not in ("igniter", "parvagpu", "tenuto")]
+# parvagpu wants GPUs that it may cut, and tenuto takes seconds.
+CHEAP = [name for name in OURS if name not in ("parvagpu", "tenuto")]
 WORKS = [
     "policies --json",
     *(f"plan w.yaml --policy {name} --gpus v100:2 -o {name}.yaml" for name in CHEAP),
@@ -57,7 +57,7 @@ MISSED = [
     *(f"{verb} list" for verb in sorted(LABORATORY[VERBS])),
 ]
 UNKNOWN = {
-    "plan w.yaml --gpus v100:2 --policy symphny": "Did you mean 'symphony'? Use one of gpulet, igniter",
+    "plan w.yaml --gpus v100:2 --policy symphny": "Did you mean 'symphony'? Use one of gpulet, parvagpu",
     "simulate w.yaml --gpus v100:2 --scheduler fifo": "Use one of deferred, symphony, eager.",
     "sreve": "Did you mean 'serve'?",
 }

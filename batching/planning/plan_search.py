@@ -35,7 +35,7 @@ from tenuto.placement.watch import PlanningWatch
 from tenuto.placement.workload import Objective
 from tenuto.profiles import Profiles
 
-STARTS = ("symphony", "igniter", "gpulet")  # the quickest first
+STARTS = ("symphony", "gpulet")  # the quickest first
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies of the laboratory that may take seconds
 WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference model or with one: both are starts
 # Where a start differs from the published policy: symphony's moves and swaps come as near as its solver does in

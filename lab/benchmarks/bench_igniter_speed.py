@@ -17,12 +17,12 @@ from pathlib import Path
 from placement_scenes import machine
 
 from tenuto.placement import Cluster, Policy, Workload
-from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
 from tenuto_lab.baselines.gpulets_plus import GpuletsPlus
 from tenuto_lab.baselines.gslice import Gslice
+from tenuto_lab.baselines.igniter.igniter import Igniter
 
 FACTS = json.loads((Path(__file__).parents[2] / "tests" / "data" / "igniter_workloads_and_results.json").read_text())
 PUBLISHED = {"igniter": "igniter", "ffd+": "ffd_plus", "gslice": "gslice_plus", "gpulets+": "gpu_lets_plus"}

@@ -34,10 +34,10 @@ from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.experiments.case import Case, run_case
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from lab.tests.baselines.igniter.cases import profiles as igniter_profiles
+from lab.tests.baselines.igniter.cases import twelve
 from tests.batching.planning.test_large import many, parts
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, five_models
-from tests.placement.policies.igniter.cases import profiles as igniter_profiles
-from tests.placement.policies.igniter.cases import twelve
 
 VISION = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 JUDGE_SEED = 1_000

@@ -25,7 +25,7 @@ from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.placement.policies.igniter.cases import twelve
+from lab.tests.baselines.igniter.cases import twelve
 
 
 def many(count: int) -> Workload:

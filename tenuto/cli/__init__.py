@@ -53,7 +53,7 @@ BRINGS = {
     "tenuto[triton]": "tritonclient",
     "tenuto[onnx]": "onnx onnxruntime onnxscript",
     "tenuto[vllm]": "vllm",
-    "tenuto-lab": "cma sklearn xgboost",
+    "tenuto-lab": "cma networkx sklearn xgboost",
 }
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # format: Linux's

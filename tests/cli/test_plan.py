@@ -103,20 +103,20 @@ def test_each_compared_policy_plans_with_the_profile_that_has_what_it_needs(tenu
 
 
 def test_a_comparison_refuses_what_no_policy_understands(tenuto) -> None:  # type: ignore[no-untyped-def]
-    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter", "--option", "colour=red")
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,parvagpu", "--option", "colour=red")
     assert ran.code == 2
     assert "--option colour: 'red': no compared policy has this option. Their options: fill_pct" in ran.err
     assert "names no policy" in tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", ",").err
 
 
 def test_a_policy_that_cannot_plan_costs_the_others_nothing(tenuto) -> None:  # type: ignore[no-untyped-def]
-    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter")
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,parvagpu")
     assert ran.code == 2
     assert "expected rps" in ran.out
-    assert "--compare igniter: profiles." in ran.err
-    data = json.loads(tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter", "--json").out)
+    assert "--compare parvagpu: " in ran.err
+    data = json.loads(tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,parvagpu", "--json").out)
     assert list(data["plans"]) == ["ffd"]
-    assert list(data["errors"]) == ["igniter"]
+    assert list(data["errors"]) == ["parvagpu"]
 
 
 def test_elastic_clusters_and_cluster_files(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -130,7 +130,7 @@ def test_elastic_clusters_and_cluster_files(tenuto, tmp_path: Path) -> None:  # 
 def test_policies_lists_names_summaries_sources_and_readings(tenuto) -> None:  # type: ignore[no-untyped-def]
     data = json.loads(tenuto("policies", "--json").out)["policies"]
     by_name = {entry["name"]: entry for entry in data}
-    assert {"ffd", "gpulet", "igniter", "parvagpu", "symphony", "tenuto"} <= set(by_name)
+    assert {"ffd", "gpulet", "parvagpu", "symphony", "tenuto"} <= set(by_name)
     assert all(entry["summary"] and entry["source"] and entry["readings"] for entry in data)
     assert "beyond 40 models" in tenuto("policies").out
 

@@ -22,7 +22,8 @@ from tenuto.placement.planner.minimal_change import changes_of, plan_with_fewest
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
-POLICIES = ("tenuto", "symphony", "gpulet", "igniter")
+IGNITER = "tenuto_lab.baselines.igniter.igniter:Igniter"
+POLICIES = ("tenuto", "symphony", "gpulet", IGNITER)
 LIMITS = (None, 0, 1, 2, 3)
 NETWORKS = (
     "alexnet",
@@ -94,7 +95,7 @@ def judged(seed: int, policy: str, **options: str) -> Judged:
 def changed_scene(seed: int, policy: str) -> tuple[Workload, Workload, Cluster, Cluster, Profiles]:
     """Return a workload before and after a change, the cluster before and after, and the profiles."""
     profiles, networks = Profiles([load_shipped("thesis-v100")]), NETWORKS
-    if policy == "igniter":  # whose coefficients only its own profile has
+    if policy == IGNITER:  # whose coefficients only its own profile has
         profiles, networks = Profiles([load_shipped("igniter-v100")]), ("alexnet", "resnet50", "vgg19", "ssd")
     rng = random.Random(seed)
     gpus, count = rng.randint(2, 6), rng.randint(2, 6)

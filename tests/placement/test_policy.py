@@ -14,7 +14,7 @@ from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tests.placement.published import equal_rates, placed, thesis, v100s
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "your-policy.md"
-OURS = ("tenuto", "symphony", "igniter", "gpulet", "parvagpu")
+OURS = ("tenuto", "symphony", "gpulet", "parvagpu")
 
 
 @pytest.fixture

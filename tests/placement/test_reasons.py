@@ -4,10 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.planner.completion import ATTAINED
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
+from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.igniter.igniter import Igniter
 
 PROFILES = Profiles([load_shipped("igniter-v100"), load_shipped("thesis-v100")])
 NAMES = ("alexnet", "resnet50", "vgg19")  # which iGniter knows
@@ -35,13 +38,11 @@ def untrue(plan: Plan) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["symphony", "gpulet", "igniter"])
+@pytest.mark.parametrize("policy", [Symphony(), GpuletPolicy(), Igniter()])
 @given(models=st.lists(MODEL, min_size=1, max_size=5), gpus=st.integers(1, 4))
-def test_reasons_are_true_of_the_plan(policy: str, models: list[dict[str, object]], gpus: int) -> None:
+def test_reasons_are_true_of_the_plan(policy: Policy, models: list[dict[str, object]], gpus: int) -> None:
     entries = [{"name": f"m{number}", **model} for number, model in enumerate(models)]
-    plan = solve(
-        load_policy(policy), Workload.model_validate({"models": entries}), Cluster.parse(f"v100:{gpus}"), PROFILES
-    )
+    plan = solve(policy, Workload.model_validate({"models": entries}), Cluster.parse(f"v100:{gpus}"), PROFILES)
     assert untrue(plan) == []
     below = {
         spec.name

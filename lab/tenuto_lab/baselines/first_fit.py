@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.placement.policies.igniter.igniter import Igniter
-from tenuto.placement.policies.igniter.packing import OpenGpu
-from tenuto.placement.policies.igniter.shares import ShareDemand, Shares
+from tenuto_lab.baselines.igniter.igniter import Igniter
+from tenuto_lab.baselines.igniter.packing import OpenGpu
+from tenuto_lab.baselines.igniter.shares import ShareDemand, Shares
 
 
 def lower_bounds(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:

@@ -11,13 +11,13 @@ from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.interference.igniter_model import Load, inference_time_ms
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.igniter import beside
-from tenuto.placement.policies.igniter.packing import OpenGpu, Packed, igniter_plan, pack_cluster
-from tenuto.placement.policies.igniter.shares import ShareDemand
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
 from tenuto.profiles import Profiles
 from tenuto_lab.baselines.first_fit import lower_bounds
+from tenuto_lab.baselines.igniter.igniter import beside
+from tenuto_lab.baselines.igniter.packing import OpenGpu, Packed, igniter_plan, pack_cluster
+from tenuto_lab.baselines.igniter.shares import ShareDemand
 
 
 @dataclass(kw_only=True, eq=False)

@@ -27,10 +27,10 @@ from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
 from tenuto.placement.planner import PlanTask
 from tenuto.placement.planner.completion import complete
-from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.gslice import Gslice, Observed, Setting
+from tenuto_lab.baselines.igniter.igniter import Igniter
 
 # paper: iGniter, table 3: name, network, SLO in ms, requests per second
 _W1, _W5, _W9, _W10, _W11 = (

@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, policy_names
-from tenuto.placement.policies.igniter.igniter import Igniter
-from tenuto.placement.policies.igniter.packing import demands_of
-from tenuto.placement.policies.igniter.shares import allocate
-from tenuto.profiles import Profile, Profiles
-from tenuto.profiles.shipped import load_shipped
-from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
-from tenuto_lab.baselines.gpulets_plus import ALL_KNEES, GpuletsPlus, knee_by_bend
-from tenuto_lab.baselines.gslice import Gslice
-from tests.placement.policies.igniter.cases import (
+from lab.tests.baselines.igniter.cases import (
     FACTS,
     Placed,
     gpus_of,
@@ -34,7 +24,17 @@ from tests.placement.policies.igniter.cases import (
     twelve,
     violating,
 )
-from tests.placement.policies.igniter.test_igniter import check_what_an_elastic_cluster_buys
+from lab.tests.baselines.igniter.test_igniter import check_what_an_elastic_cluster_buys
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, policy_names
+from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
+from tenuto_lab.baselines.gpulets_plus import ALL_KNEES, GpuletsPlus, knee_by_bend
+from tenuto_lab.baselines.gslice import Gslice
+from tenuto_lab.baselines.igniter.igniter import Igniter
+from tenuto_lab.baselines.igniter.packing import demands_of
+from tenuto_lab.baselines.igniter.shares import allocate
 from tests.placement.published import decided, thesis, v100s
 
 HEADLINE, STATED, TABLE_1 = FACTS["headline"], FACTS["plan_facts_stated"], FACTS["table1_example"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from lab.tests.baselines.igniter.cases import three
 from tenuto.placement import Policy, Workload
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
@@ -15,12 +16,12 @@ from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
 from tenuto_lab.baselines.gpulets_plus import GpuletsPlus
 from tenuto_lab.baselines.gslice import Gslice
 from tenuto_lab.baselines.ideal import Ideal
+from tenuto_lab.baselines.igniter.igniter import Igniter
 from tenuto_lab.baselines.milp.milp import AoMilp, WsmMilp
 from tenuto_lab.baselines.sbp import SquishyBinPacking
 from tenuto_lab.baselines.usher.usher import Usher, WaoUsher
 from tenuto_lab.baselines.without_a_plan import MpsDefault, SelfTuning
 from tests.placement.policies.gpulet.turns import IGNITER
-from tests.placement.policies.igniter.cases import three
 from tests.placement.policies.test_properties import (
     SHARES,
     Case,
@@ -36,6 +37,7 @@ from tests.placement.test_merging import beside_each_other
 from tests.placement.test_watch import FEW, check_that_it_stops, vision
 
 CASES: dict[str, Case] = {
+    "igniter": Case(Igniter, 0.5, **tight),
     "usher": Case(Usher, 1.0, thesis(), models=5),
     "wao-usher": Case(WaoUsher, 1.0, thesis(), models=4, examples=5),
     "ao-milp": Case(AoMilp, 1.0, thesis(), examples=6),

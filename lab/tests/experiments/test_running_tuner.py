@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from lab.tests.baselines.igniter.cases import FACTS, placed, profiles, together, twelve
 from tenuto.placement import Cluster, solve
-from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto_lab.baselines.gslice import Gslice, Observed
+from tenuto_lab.baselines.igniter.igniter import Igniter
 from tenuto_lab.experiments.running_tuner import FIGURES, run_figure, workload_of
 from tenuto_lab.verbs.experiment import command
-from tests.placement.policies.igniter.cases import FACTS, placed, profiles, together, twelve
 
 
 def test_the_workloads_are_the_published_ones_and_share_the_published_gpus() -> None:

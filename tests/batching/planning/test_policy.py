@@ -141,7 +141,7 @@ def test_shares_are_used_where_they_were_measured() -> None:
     load = Workload.model_validate(
         {"models": [{"name": n, "profile": p, "slo_ms": slo, "rate_rps": rate} for n, p, slo, rate in rows]}
     )
-    plan = planned(load, v100s(1), IGNITER, starts=("igniter",))
+    plan = planned(load, v100s(1), IGNITER, starts=("gpulet",))
     assert not plan.unserved
     assert sum(gpulet.effective_share_pct for gpulet in plan.gpulets) <= 100 + 1e-6
 
@@ -179,7 +179,7 @@ def test_wrong_options_are_all_named() -> None:
 
 
 def test_policies_that_cannot_plan_are_left_out_and_unknown_ones_refused() -> None:
-    assert planned(workload("alexnet"), v100s(1), starts=("igniter", "none")).unserved == ()
+    assert planned(workload("alexnet"), v100s(1), starts=("parvagpu", "none")).unserved == ()
     with pytest.raises(InvalidInputError, match="unknown policy"):
         planned(workload("alexnet"), v100s(1), starts=("nobody",))
 

@@ -16,6 +16,7 @@ from tenuto.placement.expectation.outlook import Outlooks, Traffic, expected_of
 from tenuto.placement.plan_edits import with_gpulets
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.igniter.igniter import Igniter
 from tests.instruments.near_plans import changed_scene
 from tests.instruments.plans import make_plan
 from tests.placement.published import v100s
@@ -245,7 +246,7 @@ def test_slower_batches_break_a_promise_before_there_is_no_time_left() -> None:
     """Waiting until then is waiting until requests are lost."""
     workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 300, "slo_ms": 60}]})
     profiles = Profiles([load_shipped("igniter-v100")])
-    plan, traffic = solve(load_policy("igniter"), workload, v100s(1), profiles), Traffic({"resnet50": 150.0})
+    plan, traffic = solve(Igniter(), workload, v100s(1), profiles), Traffic({"resnet50": 150.0})
 
     def part(slowdown: float) -> float:
         return Outlooks({"resnet50": slowdown}).of(plan, traffic).parts["resnet50"]
@@ -263,7 +264,7 @@ def test_a_plan_says_which_models_cannot_wait_for_their_neighbours() -> None:
         assert not any("some requests are lost while" in line for line in expected_of(patient).assumptions)
 
 
-@pytest.mark.parametrize("policy", ["symphony", "gpulet", "igniter"])
+@pytest.mark.parametrize("policy", ["symphony", "gpulet"])
 def test_what_a_changed_gpulet_is_not_connected_with_promises_what_it_did(policy: str) -> None:
     """Of random plans, each gpu-let in turn ends: what is connected with it promises what it does in the whole plan,
     and everything else what it did before."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lab.tests.baselines.igniter.cases import profiles
 from tenuto.placement.interference import NoInterference, Resident
 from tenuto.placement.interference.igniter_model import IgniterInterference
-from tests.placement.policies.igniter.cases import profiles
 
 
 def test_neighbours_never_speed_up_and_more_of_them_cost_more() -> None:

@@ -6,12 +6,14 @@ import random
 
 import pytest
 
-from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.planner import PlanTask
 from tenuto.placement.planner.candidates import Candidates
+from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.igniter.igniter import Igniter
 from tests.instruments.plans import running
 
 PROFILES = Profiles([load_shipped("igniter-v100")])  # of models that slow their neighbours down
@@ -26,7 +28,7 @@ def candidates_of(seed: int) -> Candidates:
     if seed % 3 == 0:
         models[0] |= {"spread": "gpu", "survive": 0.5}
     workload, cluster = Workload.model_validate({"models": models}), Cluster.parse(f"v100:{rng.randint(2, 4)}")
-    policy = load_policy("gpulet" if seed % 2 else "igniter")
+    policy = GpuletPolicy() if seed % 2 else Igniter()
     plan = solve(policy, workload, cluster, PROFILES)
     grows = [0.1] if seed % 3 == 1 else [0.6, 1.1, 1.4, 2.5]
     rates = {spec.name: spec.rate_rps * rng.choice(grows) for spec in workload.models}

@@ -20,7 +20,7 @@ from tenuto.placement.planner.fault_tolerance import with_losses
 from tenuto.placement.planner.gpu_matching import match_to_running
 from tenuto.placement.planner.minimal_change import changes_of, plan_from_what_runs, plan_with_fewest_changes
 from tenuto.profiles import Profiles
-from tests.instruments.near_plans import POLICIES, judged
+from tests.instruments.near_plans import IGNITER, POLICIES, judged
 
 NOTHING = Profiles([])
 OPTIONS: dict[str, dict[str, Any]] = {"symphony": {"time_limit_s": "0"}, "gpulet": {}}
@@ -151,7 +151,7 @@ def test_by_every_policy_nothing_changes_for_nothing(policy: str) -> None:
     ("seed", "policy", "options"),
     [
         pytest.param(9378, "tenuto", {"requests": "500"}, id="tried plans promise what trials serve"),
-        pytest.param(9109, "igniter", {}, id="what was added and is not needed in the end is left away"),
+        pytest.param(9109, IGNITER, {}, id="what was added and is not needed in the end is left away"),
     ],
 )
 def test_what_was_wrong_once_stays_right(seed: int, policy: str, options: dict[str, str]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tenuto.placement import Cluster, Gpulet, Plan, Workload, solve
 from tenuto.placement.planner.standby import standbys
-from tenuto.placement.policy import load_policy
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.igniter.igniter import Igniter
 
 PROFILES = Profiles([load_shipped("igniter-v100")])
 
@@ -21,7 +21,7 @@ def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
             ]
         }
     )
-    plan = solve(load_policy("igniter", {}), workload, cluster, PROFILES)
+    plan = solve(Igniter(), workload, cluster, PROFILES)
 
     def larger(more_pct: float, plan: Plan = plan) -> dict[str, Gpulet]:
         return {standby.of: standby.gpulet for standby in standbys(plan, more_pct, PROFILES, cluster.gpus, plan)}

@@ -18,7 +18,6 @@ from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
 from tenuto.placement.planner.fixed_cost import check_inputs
 from tenuto.placement.policies.gpulet.gpulet import GpuletPolicy
-from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
@@ -60,7 +59,6 @@ FEW_STARTS: dict[str, Any] = {"requests": 200, "starts": ("symphony", "gpulet")}
 tight: dict[str, Any] = {"profiles": SHARES, "slo_ms": (12, 120), "examples": 6}
 CASES: dict[str, Case] = {
     "symphony": Case(Symphony, 1.0, THESIS),
-    "igniter": Case(Igniter, 0.5, **tight),
     "gpulet": Case(GpuletPolicy, 1.0, **tight),
     "gpulet, interference": Case(lambda: GpuletPolicy(interference=True), 1.0, **tight),
     "tenuto": Case(lambda: TenutoPolicy(**FEW_STARTS), 1.0, SHARES, (12, 900), 3, 2, 400, 4, is_tried=True),

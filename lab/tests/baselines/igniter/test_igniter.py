@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from lab.tests.baselines.igniter.cases import FACTS, placed, profiles, three, together, twelve
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.igniter.igniter import Igniter
-from tenuto.placement.policies.igniter.packing import demands_of
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.baselines.first_fit import FirstFitPlusPlus
-from tests.placement.policies.igniter.cases import FACTS, placed, profiles, three, together, twelve
+from tenuto_lab.baselines.igniter.igniter import Igniter
+from tenuto_lab.baselines.igniter.packing import demands_of
 from tests.placement.published import decided, thesis, v100s
 
 

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.packing import OpenGpu, igniter_plan, pack_cluster
-from tenuto.placement.policies.igniter.shares import ShareDemand, Shares, allocate
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
+from tenuto_lab.baselines.igniter.packing import OpenGpu, igniter_plan, pack_cluster
+from tenuto_lab.baselines.igniter.shares import ShareDemand, Shares, allocate
 
 
 def raised(gpu: OpenGpu, demand: ShareDemand) -> Shares | None:

@@ -10,12 +10,12 @@ from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.interference.igniter_model import Hardware, ModelConstants
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.shares import ShareDemand, Shares, allocate, beside_ms, throughput_rps
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Profiles
+from tenuto_lab.baselines.igniter.shares import ShareDemand, Shares, allocate, beside_ms, throughput_rps
 
 MOST_REPLICAS = 1024  # limit: of a model
 # paper: the code of iGniter; of a workload that fills GPUs by itself, and the part of what they carry that counts
