@@ -434,7 +434,7 @@ class Cluster(StrictModel):
         return parse_document(cls, data, origin="--gpus")
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1000)  # limit: clusters; as many as a fleet has cells
 def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple[Gpu, ...]:
     gpus = []
     for node in nodes:

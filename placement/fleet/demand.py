@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from tenuto.placement.application import Application
@@ -52,10 +53,25 @@ class ModelGroup:
     applications: tuple[Application, ...]
     gpus: Mapping[str, Mapping[str, float]]
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the group."""
         return self.models[0].name
+
+    @cached_property
+    def placed(self) -> list[ModelSpec]:
+        """The models that say where they may lie."""
+        return [spec for spec in self.models if spec.only_on or spec.keep_off]
+
+    @cached_property
+    def _served_by(self) -> dict[frozenset[str], bool]:
+        return {}
+
+    def is_served_by(self, types: frozenset[str]) -> bool:
+        """Return whether these types can serve all models."""
+        if types not in self._served_by:
+            self._served_by[types] = not self.unserved_by(types)
+        return self._served_by[types]
 
     def unserved_by(self, types: Iterable[str]) -> list[str]:
         """Return the models that no GPU of these types can serve."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
@@ -73,24 +74,28 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
     """
     joint = Cluster.of(gpu for cell in task.cells for gpu in cell.cluster.gpus)
     groups = group_models(task.workload, joint, task.profiles)
-    rooms = [CellRoom.of(cell.name, cell.cluster, room_of(cell.cluster)) for cell in task.cells]
+    before = {cell.name: _running_plan(cell) for cell in task.cells}
+    rooms = [_room(cell, before[cell.name]) for cell in task.cells]
     raise_if_any(_unplaceable(task.workload, groups, rooms))
     total: dict[Kind, float] = defaultdict(float)
     for room in rooms:
         for kind, count in room.gpus.items():
             total[kind] += count / HEADROOM  # the rest is for a tenth more load
     fluid, running = fluid_of(groups, total), running_shares(groups, task.cells)
-    done: dict[str, tuple[Workload, Plan | None, Plan | None]] = {}
+    done: dict[str, tuple[Workload, Plan | None]] = {}
     spread = spread_traffic(groups, rooms, fluid, running, at_most=task.at_most)
     for left in reversed(range(_ROUNDS)):
+        parts = _parts_of(task.workload, groups, spread.planned, task.cells)
         jobs = [
-            _Job(cell, _part_of(task.workload, groups, spread.planned, cell), spread.used[cell.name])
-            for cell in task.cells
+            _Job(cell, before[cell.name], part, spread.used[cell.name])
+            for cell, part in zip(task.cells, parts, strict=True)
+            if cell.name not in done or not _goes_on(part, *done[cell.name])
         ]
-        jobs = [job for job in jobs if job.cell.name not in done or not _goes_on(job, done[job.cell.name])]
-        for job, (before, plan) in zip(jobs, _planned(jobs, task), strict=True):
-            done[job.cell.name] = job.workload, before, plan
-        short = {name: plan for name, (_, _, plan) in done.items() if plan is not None and _is_short(plan)}
+        done |= {job.cell.name: (job.workload, None) for job in jobs}
+        jobs = [job for job in jobs if not job.stays]
+        for job, plan in zip(jobs, _planned(jobs, task), strict=True):
+            done[job.cell.name] = job.workload, plan
+        short = {name: plan for name, (_, plan) in done.items() if plan is not None and _is_short(plan)}
         if not left or not short or len(short) == len(rooms):
             break  # no traffic goes where no plan was made for it
         rooms = [_with_less(room, spread.used[room.name], short.get(room.name)) for room in rooms]
@@ -100,14 +105,29 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
         spread = again
     if not running:  # the spreads before were none that runs
         spread = replace(spread, moved=0.0, givers=frozenset())
-    changed = {name: plan for name, (_, _, plan) in done.items() if plan is not None}
-    ran = {name: before for name, (_, before, _) in done.items() if before is not None}
+    changed = {name: plan for name, (_, plan) in done.items() if plan is not None}
+    ran = {name: plan for name, plan in before.items() if plan is not None}
     traffic = {
         name: spread.traffic[group.name]
         for group in groups
         for name in (*(spec.model for spec in group.models), *(app.name for app in group.applications))
     }
     return FleetPlan(spread, traffic, changed, ran)
+
+
+def _running_plan(cell: CellState) -> Plan | None:
+    with _naming(cell):
+        return cell.running()
+
+
+def _room(cell: CellState, running: Plan | None) -> CellRoom:
+    """Return the room of a cell, and what its running plan leaves of it; a GPU of a drained place is not idle."""
+    if running is None:
+        return CellRoom.of(cell.name, cell.cluster, room_of(cell.cluster))
+    prices, used = cell.cluster.prices, {*running.used_gpus}
+    usable = cluster_without(cell.cluster, running.drained) if running.drained else cell.cluster
+    idle = Counter(kind_of(gpu, prices) for gpu in usable.gpus if gpu.id not in used)
+    return CellRoom.of(cell.name, cell.cluster, room_of(cell.cluster), idle)
 
 
 def running_shares(groups: Sequence[ModelGroup], cells: Sequence[CellState]) -> dict[str, dict[str, float]]:
@@ -143,15 +163,26 @@ def _unplaceable(workload: Workload, groups: Sequence[ModelGroup], rooms: Sequen
     return problems
 
 
-def _part_of(workload: Workload, groups: Sequence[ModelGroup], planned: Shares, cell: CellState) -> Workload:
-    """Return the part of a workload that a cell is planned for. What models say of cells is done with."""
-    known, models, applications = names_of(cell.cluster.gpus), dict[str, ModelSpec](), list[Application]()
+def _parts_of(
+    workload: Workload, groups: Sequence[ModelGroup], planned: Shares, cells: Sequence[CellState]
+) -> Iterator[Workload]:
+    """Yield the part of a workload that each cell is planned for."""
+    laid: dict[str, list[tuple[ModelGroup, float]]] = defaultdict(list)
     for group in groups:
-        share = planned[group.name].get(cell.name, 0.0)
-        if share > 0.0:
-            specs, apps = group.part(share)
-            models |= {spec.name: spec for spec in specs}
-            applications += apps
+        for cell, share in planned[group.name].items():
+            if share > 0.0:
+                laid[cell].append((group, share))
+    yield from (_part_of(workload, laid[cell.name], cell) for cell in cells)
+
+
+def _part_of(workload: Workload, laid: Sequence[tuple[ModelGroup, float]], cell: CellState) -> Workload:
+    """Return the part of a workload that is laid on a cell. What models say of cells is done with."""
+    models, applications = dict[str, ModelSpec](), list[Application]()
+    for group, share in laid:
+        specs, apps = group.part(share)
+        models |= {spec.name: spec for spec in specs}
+        applications += apps
+    known = names_of(cell.cluster.gpus) if any(s.only_on or s.keep_off or s.prefer for s in models.values()) else set()
     specs = []
     for spec in (models[each.name] for each in workload.models if each.name in models):
         places = {key: tuple(n for n in getattr(spec, key) if n in known) for key in ("only_on", "keep_off")}
@@ -192,11 +223,20 @@ def _with_less(room: CellRoom, used: Mapping[Kind, float], short: Plan | None) -
 
 @dataclass(frozen=True)
 class _Job:
-    """A cell with the part of the workload that it gets, and about how many GPUs of each kind that takes."""
+    """A cell with the plan that runs there, the part of the workload that it gets, and about how many GPUs of each kind
+    that takes."""
 
     cell: CellState
+    before: Plan | None
     workload: Workload
     used: Mapping[Kind, float]
+
+    @property
+    def stays(self) -> bool:
+        """Whether what runs goes on, or nothing runs and nothing is to run."""
+        if self.before is not None and _is_in_band(self.before, self.workload):
+            return True
+        return not self.workload.models and (self.before is None or not self.before.gpulets)
 
 
 _work: tuple[Sequence[_Job], FleetTask] | None = None  # of a worker process, which inherits it
@@ -207,14 +247,14 @@ def _begin(jobs: Sequence[_Job], task: FleetTask) -> None:
     _work = jobs, task
 
 
-def _work_on(index: int) -> tuple[Plan | None, Plan | None]:
+def _work_on(index: int) -> Plan:
     if _work is None:
         raise RuntimeError("the worker has no task")
     return _plan_cell(_work[0][index], _work[1])
 
 
-def _planned(jobs: Sequence[_Job], task: FleetTask) -> list[tuple[Plan | None, Plan | None]]:
-    """Return by job the plan that runs, and the one that takes its place; None where it stays."""
+def _planned(jobs: Sequence[_Job], task: FleetTask) -> list[Plan]:
+    """Return by job the plan that takes the place of what runs."""
     if task.workers < 2 or len(jobs) < 2:
         return [_plan_cell(job, task) for job in jobs]
     context = multiprocessing.get_context("fork")  # so that workers have the profiles and plans without copying them
@@ -222,14 +262,19 @@ def _planned(jobs: Sequence[_Job], task: FleetTask) -> list[tuple[Plan | None, P
         return list(pool.map(_work_on, range(len(jobs))))
 
 
-def _plan_cell(job: _Job, task: FleetTask) -> tuple[Plan | None, Plan | None]:
+@contextmanager
+def _naming(cell: CellState) -> Iterator[None]:
+    """Have problems name the cell."""
     try:
-        before = job.cell.running()
-        if before is not None and _is_in_band(before, job.workload):
-            return before, None
-        if not job.workload.models and (before is None or not before.gpulets):
-            return before, None
-        places = () if before is None else before.drained
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError([f"cell {cell.name}: {line}" for line in str(error).splitlines()]) from error
+
+
+def _plan_cell(job: _Job, task: FleetTask) -> Plan:
+    before = job.before
+    places = () if before is None else before.drained
+    with _naming(job.cell):
         cluster = cluster_without(job.cell.cluster, places)
         policy = load_policy(task.policy.name, task.policy.options)
         question = PlanTask(policy, job.workload, cluster, task.profiles)
@@ -237,9 +282,7 @@ def _plan_cell(job: _Job, task: FleetTask) -> tuple[Plan | None, Plan | None]:
             plan = plan_on_fewest(question, _first_gpus(cluster, job.used))
         else:
             plan = make_plan(replace(question, running=_runs(before, job.workload, len(cluster.gpus))))
-        return before, drained(plan, job.cell.cluster, places) if places else plan
-    except InvalidInputError as error:
-        raise InvalidInputError([f"cell {job.cell.name}: {line}" for line in str(error).splitlines()]) from error
+        return drained(plan, job.cell.cluster, places) if places else plan
 
 
 def _runs(before: Plan, workload: Workload, gpus: int) -> RunningPlan:
@@ -266,11 +309,9 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
     return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / HEADROOM
 
 
-def _goes_on(job: _Job, done: tuple[Workload, Plan | None, Plan | None]) -> bool:
+def _goes_on(part: Workload, done: Workload, plan: Plan | None) -> bool:
     """Return whether what a spread before made of a cell does for another spread, too."""
-    workload, _, plan = done
-    is_enough = plan is not None and not plan.unserved_reasons and _is_in_band(plan, job.workload)
-    return workload == job.workload or is_enough
+    return part == done or (plan is not None and not plan.unserved_reasons and _is_in_band(plan, part))
 
 
 def _as_planned(app: Application, planned: Application | None) -> Application:

@@ -9,9 +9,11 @@ moves, and only to cells that give nothing away.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.expectation.outlook import MORE
@@ -28,23 +30,31 @@ Shares = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class CellRoom:
-    """What a cell has: GPUs by kind, and the names by which models say that they may lie there."""
+    """What a cell has: GPUs by kind, and the names by which models say that they may lie there. `idle` are the GPUs
+    that its running plan does not use; None: nothing runs there."""
 
     name: str
     gpus: Mapping[Kind, float]
     places: frozenset[str]
+    idle: Mapping[Kind, float] | None = None
 
     @classmethod
-    def of(cls, name: str, cluster: Cluster, gpus: Mapping[Kind, float]) -> CellRoom:
+    def of(
+        cls, name: str, cluster: Cluster, gpus: Mapping[Kind, float], idle: Mapping[Kind, float] | None = None
+    ) -> CellRoom:
         """Return the room of a cell with this name and these GPUs of a cluster."""
-        return cls(name, gpus, frozenset({name, *names_of(cluster.gpus)}))
+        return cls(name, gpus, frozenset({name, *names_of(cluster.gpus)}), idle)
+
+    @cached_property
+    def types(self) -> frozenset[str]:
+        """The GPU types of the cell."""
+        return frozenset(kind for kind, _ in self.gpus)
 
     def may_hold(self, group: ModelGroup) -> bool:
         """Return whether every model of a group has a GPU type here that can serve it, and may lie here."""
-        types = {kind for kind, _ in self.gpus}
-        return not group.unserved_by(types) and all(
+        return group.is_served_by(self.types) and all(
             self.name not in spec.keep_off and (not spec.only_on or not self.places.isdisjoint(spec.only_on))
-            for spec in group.models
+            for spec in group.placed
         )
 
 
@@ -71,13 +81,28 @@ class _Cells:
     def __init__(self, rooms: Sequence[CellRoom], fluid: Fluid) -> None:
         self.rooms = {room.name: room for room in rooms}
         self.free = {room.name: {kind: float(count) for kind, count in room.gpus.items()} for room in rooms}
+        self._filled = {room.name: defaultdict[Kind, float](float) for room in rooms}
         self._fluid, self._margin = fluid, HEADROOM
+
+    def leave_what_runs(self, ran: Mapping[str, Mapping[Kind, float]], cells: Container[str]) -> None:
+        """Leave newcomers in these cells what running plans leave: GPUs that are idle, and what models no longer take.
+        A plan takes more GPUs than the fluid `ran` of the rates that it was made for, and as many more of what
+        comes."""
+        for name, room in self.rooms.items():
+            if room.idle is None or name not in cells:
+                continue
+            uses = sum(room.gpus.values()) - sum(room.idle.values())
+            took = ran.get(name, {})
+            part = min(1.0, math.ceil(sum(took.values())) / uses) if uses > 0.0 else 1.0
+            for kind, free in self.free[name].items():
+                left = max(0.0, took.get(kind, 0.0) - self._filled[name][kind])
+                self.free[name][kind] = min(free, part * room.idle.get(kind, 0.0) + left)
 
     def spend_margin(self) -> None:
         """Let models take the room that was left for a tenth more load."""
         for name, free in self.free.items():
             for kind, count in self.rooms[name].gpus.items():
-                free[kind] = count - (count - free[kind]) / self._margin
+                free[kind] = count - self._filled[name][kind] / self._margin
         self._margin = 1.0
 
     def fit(self, group: ModelGroup, cell: str, share: float) -> tuple[float, dict[Kind, float], float]:
@@ -113,6 +138,7 @@ class _Cells:
         """Take room of a cell."""
         for kind, count in gpus.items():
             self.free[cell][kind] -= count
+            self._filled[cell][kind] += count
 
     def idle_part(self, cell: str) -> float:
         """Return which part of a cell is free, by worth."""
@@ -155,6 +181,8 @@ class _Spreading:
         self._budget = at_most * sum(self._size.values())
         self._traffic: dict[str, dict[str, float]] = {group.name: {} for group in groups}
         self._used: dict[str, Counter[Kind]] = {room.name: Counter() for room in rooms}
+        self._ran: dict[str, Counter[Kind]] = {room.name: Counter() for room in rooms}  # at the rates of before
+        self._takers: set[str] = set()
         self._givers: set[str] = set()
         self._lacking: dict[str, float] = {}
         self._unmet: dict[str, str] = {}
@@ -162,6 +190,7 @@ class _Spreading:
 
     def done(self) -> Spread:
         left = {group.name: self._stay(group) for group in self._groups}
+        self._cells.leave_what_runs(self._ran, self._ran.keys() - self._givers)
         parted = []  # fills what the others leave, so that these are whole and it has what is left
         for group in self._groups:
             if left[group.name] > SLIGHT and not self._lay(group, left[group.name], is_whole=True):
@@ -216,17 +245,20 @@ class _Spreading:
                 self._givers.add(cell)
             self._moved += gone * self._size[group.name]
             left += gone
-            self._add_share(group, cell, share - gone, factor)
+            taken = self._add_share(group, cell, share - gone, factor)
+            then = total / group.models[0].rate_rps
+            self._ran[cell].update({kind: then * gpus for kind, gpus in taken.items()})
         return left
 
-    def _add_share(self, group: ModelGroup, cell: str, share: float, factor: float = 1.0) -> None:
+    def _add_share(self, group: ModelGroup, cell: str, share: float, factor: float = 1.0) -> Mapping[Kind, float]:
         if share <= SLIGHT:
-            return
+            return {}
         _, taken, _ = self._cells.fit(group, cell, factor * share)
         self._cells.take_room(cell, taken)
         self._used[cell].update(taken)
         traffic = self._traffic[group.name]
         traffic[cell] = traffic.get(cell, 0.0) + share
+        return taken
 
     def _lay(self, group: ModelGroup, share: float, *, is_whole: bool) -> bool:
         """Lay a share of a group on cells that give nothing away: whole on the one where it takes what is worth least,
@@ -250,20 +282,43 @@ class _Spreading:
             if whole:
                 least = min(worth for worth, _ in whole)
                 alike = [cell for worth, cell in whole if worth <= least * (1.0 + SLIGHT)]
-                # Models that are there already need no start, and an even load leaves each cell room to grow.
-                self._add_share(
-                    group, max(alike, key=lambda cell: (cell in held, self._cells.idle_part(cell), cell)), share
-                )
+                # Models that are there already need no start, a cell that takes others has to change anyway, and an
+                # even load leaves each cell room to grow.
+                best = max(alike, key=lambda cell: (cell in held, self._goes_on_taking(cell), self._idle(cell), cell))
+                self._add_share(group, best, share)
+                self._takers.add(best)
             return bool(whole)
         left = [cell for cell in self._running.get(group.name, {}) if cell in allowed and cell in self._givers]
-        order = sorted(cells, key=lambda c: (c not in held, self._cells.strays(group, c), -self._cells.idle_part(c), c))
-        for cell in [*order, *left]:  # what no other cell has room for goes back to where it was
+
+        def order(cell: str) -> tuple[object, ...]:
+            by_kind = self._is_sliver(group, cell, share), self._cells.strays(group, cell)
+            return cell not in held, *by_kind, not self._goes_on_taking(cell), -self._idle(cell), cell
+
+        for cell in [*sorted(cells, key=order), *left]:  # what no other cell has room for goes back to where it was
             if share > SLIGHT and (cell in held or len(held) < MOST_CELLS_OF_MODEL):
                 part = self._cells.fit(group, cell, share)[0]
                 self._add_share(group, cell, part)
+                self._takers.update([cell] if part > SLIGHT else [])
                 self._moved -= part * self._size[group.name] if cell in self._givers else 0.0
                 share -= part
         return True
+
+    def _idle(self, cell: str) -> float:
+        return self._cells.idle_part(cell)
+
+    def _goes_on_taking(self, cell: str) -> bool:
+        """Return whether a cell whose plan changes anyway takes more: as long as a tenth of it is idle. Where no GPU
+        is, each newcomer has to be fitted among all others, and even loads make that least."""
+        idle = self._cells.rooms[cell].idle or {}
+        least = 1.0 - 1.0 / HEADROOM
+        has_idle = sum(idle.values()) > least * sum(self._cells.rooms[cell].gpus.values())
+        return cell in self._takers and has_idle and self._idle(cell) > least
+
+    def _is_sliver(self, group: ModelGroup, cell: str, share: float) -> bool:
+        """Return whether a cell has room for a part of a group that takes no more than a GPU: full to the brim, which
+        no plan promises."""
+        part, taken, _ = self._cells.fit(group, cell, share)
+        return part < share - SLIGHT and sum(taken.values()) <= 1.0 + SLIGHT
 
     def _lay_apart(self, group: ModelGroup, cells: Sequence[str], survive: float) -> None:
         """Lay a group on cells in even parts, so that the others carry what is to survive the loss of one: on as many

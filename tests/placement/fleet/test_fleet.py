@@ -17,7 +17,14 @@ from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
 from tenuto.placement.fleet.fleet_file import FleetFile, nodes_of
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
 from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
-from tenuto.placement.fleet.traffic_spread import HEADROOM, MOST_CELLS_OF_MODEL, CellRoom, after_loss, spread_traffic
+from tenuto.placement.fleet.traffic_spread import (
+    HEADROOM,
+    MOST_CELLS_OF_MODEL,
+    CellRoom,
+    Spread,
+    after_loss,
+    spread_traffic,
+)
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profile, Profiles
 
@@ -256,6 +263,36 @@ def test_a_cell_that_is_gone_leaves_its_models_to_the_others() -> None:
     assert {cell for shares in again.traffic.values() for cell in shares} == {"c1", "c2"}
     stayed = [name for name, shares in first.traffic.items() if "c3" not in shares]
     assert all(again.traffic[name] == first.traffic[name] for name in stayed)
+
+
+def spread_of(rates: dict[str, float], then: dict[str, dict[str, float]], idle: dict[str, float]) -> Spread:
+    """The spread over cells of four GPUs with so many idle, where models ran with these rates by cell."""
+    states = cells(*idle)
+    joint = Cluster.of(gpu for state in states for gpu in state.cluster.gpus)
+    groups = group_models(workload(*(model(name, rate) for name, rate in rates.items())), joint, Profiles([]))
+    kind = next(iter(room_of(joint)))
+    rooms = [CellRoom.of(s.name, s.cluster, room_of(s.cluster), {kind: idle[s.name]}) for s in states]
+    return spread_traffic(groups, rooms, fluid_of(groups, room_of(joint)), then)
+
+
+def test_what_has_to_move_goes_to_one_cell_with_idle_gpus_and_not_where_the_plan_leaves_none() -> None:
+    small = {f"s{index}": 60.0 for index in range(5)}
+    then = {"big": {"full": 900.0}, **{name: {"full": rate} for name, rate in small.items()}, "x": {"busy": 1100.0}}
+    spread = spread_of({"big": 1450.0, "x": 1100.0, **small}, then, {"full": 0, "busy": 0, "c1": 4, "c2": 4})
+    takers = {cell for name in small for cell in spread.traffic[name]} - {"full"}
+    assert len(takers) == 1
+    assert takers <= {"c1", "c2"}  # by the fluid, "busy" would have room as well
+    shrunk = {**then, "x": {"busy": 1800.0}}  # what no longer runs there leaves room
+    after = spread_of({"big": 1450.0, "x": 400.0, **small}, shrunk, {"full": 0, "busy": 0})
+    assert {cell for name in small for cell in after.traffic[name]} == {"full", "busy"}
+
+
+def test_a_model_is_not_cut_into_parts_of_less_than_a_gpu_where_one_cell_has_room_for_the_rest() -> None:
+    filled = {f"f{index}": 1300.0 for index in range(4)}  # leave less than a GPU each
+    then = {name: {f"c{index}": rate} for index, (name, rate) in enumerate(filled.items())}
+    idle = {f"c{index}": 0.9 for index in range(4)} | {"e": 4.0}
+    spread = spread_of({**filled, "new": 1550.0}, then, idle)
+    assert spread.traffic["new"].keys() == {"e"}
 
 
 @pytest.mark.parametrize("seed", [1, 4, 7])
