@@ -21,7 +21,7 @@ from tenuto.batching.core.deferred.deferring import DeferredOptions
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged, Worth, foreseen
 from tenuto.batching.planning.sliced import ways_to_slice
-from tenuto.batching.planning.starts import Balanced, Everywhere
+from tenuto.batching.planning.starts import Balanced, Everywhere, TypesApart
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import TenutoError, first_line
 from tenuto.options import option
@@ -92,6 +92,11 @@ class JudgedPlan:
         """How many GPUs of each type the plan uses."""
         used = set(self.plan.used_gpus)
         return Counter(gpu.type for gpu in self.plan.gpus if gpu.id in used)
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether it promises every model in full, which is more than to be expected to: a tenth more load is stood."""
+        return not self.plan.unserved_reasons
 
     @property
     def judged(self) -> Judged:
@@ -173,7 +178,7 @@ class PlanSource:
             candidate = self._planned(name, policy, cluster, split)
             if candidate is not None:
                 made.setdefault((candidate.foreseen.value, len(candidate.plan.gpulets)), candidate)
-                if is_one_enough and candidate.foreseen.keeps(self._options.attainment):
+                if is_one_enough and candidate.is_promised:
                     break
         return sorted(made.values(), key=lambda each: rank_of(each, each.foreseen, self._options.aim))
 
@@ -206,6 +211,8 @@ class PlanSource:
 
     def _policies(self, cluster: Cluster) -> Iterator[tuple[str, Policy]]:
         """Yield the policies that make candidates, by name; for a cluster to be bought only those that plan at once."""
+        if "symphony" in self._options.starts and len(cluster.gpu_types) > 1 and not cluster.elastic:
+            yield TypesApart.name, TypesApart(by=load_policy("symphony", STARTED_WITH["symphony"]))
         for name in self._options.starts:
             is_part = self._cluster.elastic and not cluster.elastic
             if name in ("none", "") or (name in SEARCHING and is_part):
@@ -297,7 +304,7 @@ class PlanSearch:
         """Whether confirming trials, or of many models what is expected, say that every model keeps its attainment."""
         least = self._options.attainment
         if self._is_large:
-            return each.foreseen.keeps(least)
+            return each.is_promised
         return each.confirmed is not None and each.confirmed.surely_keeps(least)
 
     # Three searches by that loop -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Starts of policy `tenuto` that no other policy makes: every model on every GPU, and for `objective: each` every model
-at home on one GPU, all GPUs equally far beyond what they carry.
+"""Starts of policy `tenuto` that no other policy makes: every model on every GPU, the models that each GPU type serves
+for least on GPUs of that type, and for `objective: each` every model at home on one GPU, all GPUs equally far beyond
+what they carry.
 
 On a cluster that is too small the part that is served of a model is what its GPU carries of its load. Where all GPUs
 are asked for the same share of their time, all models get the same part; the heaviest first to the least loaded GPU
@@ -16,6 +17,8 @@ from tenuto.placement import Cluster, Plan, Policy, Replica, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import MOST_BATCH, ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.outlook import expected_of
+from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
+from tenuto.placement.fleet.traffic_spread import HEADROOM, SLIGHT
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan, planned_gpus
 from tenuto.placement.program import held_mib
@@ -58,6 +61,34 @@ class Balanced(Policy):
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan."""
         return _Balance(workload, cluster, profiles).plan()
+
+
+@dataclass(kw_only=True, eq=False)
+class TypesApart(Policy):
+    """Each GPU type of a fixed cluster planned by itself, with the part of every model that the cheapest fluid gives
+    it, where possible with a tenth more load, as whatever is promised in full stands it."""
+
+    name = "each GPU type by itself"
+    summary = source = "a start of policy tenuto"
+    by: Policy
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        """Return the plans of the policy `by` as one."""
+        groups, room = group_models(workload, cluster, profiles), room_of(cluster)
+        shares = fluid_of(groups, {kind: count / HEADROOM for kind, count in room.items()}).shares
+        if any(sum(parts.values()) < 1.0 - SLIGHT for parts in shares.values()):
+            shares = fluid_of(groups, room).shares
+        hosted, reasons = list[Hosted](), dict[str, str]()
+        for kind in room:
+            parts = ((spec, shares.get(spec.name, {}).get(kind, 0.0)) for spec in workload.models)
+            models = tuple(spec.with_rate_scaled(part) for spec, part in parts if part > 0.0)
+            if models:
+                gpus = {gpu.id: gpu for gpu in cluster.gpus if gpu.type == kind[0]}
+                own = workload.model_copy(update={"models": models, "applications": ()})
+                plan = self.by.place(own, Cluster.of(gpus.values()), profiles)
+                hosted += [Hosted(gpus[g.gpu], g.share_pct, g.models, g.duty_cycle_ms) for g in plan.gpulets]
+                reasons |= plan.unserved_reasons
+        return hosting_plan(self.name, workload, cluster, hosted, reasons)
 
 
 def best_batch(on: ModelOnGpu, rate_rps: float, most_ms: float) -> tuple[int, float] | None:

@@ -141,11 +141,11 @@ def request_gpu_s(on: ModelOnGpu, rate_rps: float) -> float:
 @dataclass(frozen=True)
 class Fluid:
     """The cheapest use of GPUs as if they could be cut at will: what it costs an hour, what a GPU of each kind is worth
-    to it, scarcity included, and by model the kinds that serve it."""
+    to it, scarcity included, and by model which part of its rate each kind serves."""
 
     cost: float
     worth: Mapping[Kind, float]
-    kinds: Mapping[str, frozenset[Kind]]
+    shares: Mapping[str, Mapping[Kind, float]]
 
 
 def fluid_of(groups: Iterable[ModelGroup], room: Mapping[Kind, float]) -> Fluid:
@@ -170,5 +170,8 @@ def fluid_of(groups: Iterable[ModelGroup], room: Mapping[Kind, float]) -> Fluid:
     worth = {kind: kind[1] - float(dual) for kind, dual in zip(held, scarcity, strict=True)}
     if best.x is None:
         return Fluid(0.0, worth, {})
-    kinds = {name: frozenset(kind for kind, at in own.items() if best.x[at] > 1e-6) for name, own in columns.items()}
-    return Fluid(float(best.x @ costs), worth, kinds)
+    shares = {
+        name: {kind: part for kind, at in own.items() if (part := float(best.x[at])) > 1e-6}
+        for name, own in columns.items()
+    }
+    return Fluid(float(best.x @ costs), worth, shares)

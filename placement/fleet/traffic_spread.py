@@ -107,7 +107,7 @@ class _Cells:
 
     def fit(self, group: ModelGroup, cell: str, share: float) -> tuple[float, dict[Kind, float], float]:
         """Return how much of a share of a group has room in a cell, the GPUs that it takes and what they are worth.
-        Models take the GPUs that are worth the least to them first."""
+        Models take the GPUs that the fluid gives them, and then those that are worth the least to them."""
         taken, part = self._taken(group, cell, share)
         if part < 1.0 - SLIGHT:
             taken, again = self._taken(group, cell, share * part)
@@ -116,17 +116,19 @@ class _Cells:
 
     def strays(self, group: ModelGroup, cell: str) -> bool:
         """Return whether a cell has none of the kinds of GPUs on which the fluid has a model of a group."""
-        kinds = (self._fluid.kinds.get(name) for name in group.gpus)
-        return any(each and each.isdisjoint(self.free[cell]) for each in kinds)
+        shares = (self._fluid.shares.get(name) for name in group.gpus)
+        return any(each and each.keys().isdisjoint(self.free[cell]) for each in shares)
 
     def _taken(self, group: ModelGroup, cell: str, share: float) -> tuple[dict[Kind, float], float]:
         free, taken, part = self.free[cell], defaultdict[Kind, float](float), 1.0
-        for needs in group.gpus.values():
-            left = 1.0
-            for kind in sorted((k for k in free if k[0] in needs), key=lambda k: needs[k[0]] * self._fluid.worth[k]):
+        for name, needs in group.gpus.items():
+            left, own = 1.0, {k: part for k, part in self._fluid.shares.get(name, {}).items() if k in free}
+            cheapest = sorted((k for k in free if k[0] in needs), key=lambda k: needs[k[0]] * self._fluid.worth[k])
+            as_in_fluid = ((kind, part / sum(own.values())) for kind, part in own.items())
+            for kind, most in (*as_in_fluid, *((kind, 1.0) for kind in cheapest)):
                 gpus = self._margin * share * needs[kind[0]]
                 room = max(0.0, free[kind] - taken[kind])
-                more = left if gpus <= 0.0 else min(left, room / gpus)
+                more = min(left, most) if gpus <= 0.0 else min(left, most, room / gpus)
                 taken[kind] += more * gpus
                 left -= more
                 if left <= SLIGHT:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.profiles import Profiles
+from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
+from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, spread_traffic
+from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
 THESIS = Profiles([load_shipped("thesis-v100")])
@@ -63,3 +67,36 @@ def test_what_is_bought_for_many_keeps_every_model_and_costs_no_more_than_a_star
     plan = solve(TenutoPolicy(starts=STARTS), load, cluster, THESIS)
     assert min(parts(plan)) >= 0.97
     assert all(plan.expected.gpus_used <= gpus for gpus in kept)
+
+
+SPEED = {"v100": (1.0, 1.0), "a100": (0.4, 0.9), "t4": (1.5, 4.0)}
+
+
+def on_three_types(seed: int) -> tuple[Workload, Cluster, Profiles]:
+    """Return a load of 80 % of the price of GPUs of three types, on which networks differ in how fast they are."""
+    rng, [measured] = random.Random(seed), [load_shipped("thesis-v100")]
+    rows = {k: {row: measured.models[row].scaled(rng.uniform(*SPEED[k])) for row in NETWORKS} for k in SPEED}
+    made = (measured.model_copy(update={"name": k, "gpu_type": k, "models": rows[k]}) for k in SPEED)
+    profiles = Profiles(Profile.model_validate(profile) for profile in made)
+    load, cluster = many(12, seed), Cluster.parse("v100:14,a100:14,t4:14")
+    room = room_of(cluster)
+    price = 0.8 * sum(count * kind[1] for kind, count in room.items())
+    for _ in range(3):  # what a rate takes depends on it
+        load = load.scaled(price / fluid_of(group_models(load, cluster, profiles), room).cost)
+    return load, cluster, profiles
+
+
+def test_gpus_of_several_types_serve_the_models_that_they_serve_for_least() -> None:
+    lacking = {"plan": 0, "start": 0}
+    for seed in range(8):
+        load, cluster, profiles = on_three_types(seed)
+        plan = solve(TenutoPolicy(starts=("symphony",)), load, cluster, profiles)
+        start = solve(load_policy("symphony"), load, cluster, profiles)
+        assert len(plan.unserved_reasons) <= len(start.unserved_reasons)
+        lacking["plan"] += len(plan.unserved_reasons)
+        lacking["start"] += len(start.unserved_reasons)
+        room, [share] = room_of(cluster), [CellRoom.of("c", cluster, room_of(cluster))]
+        fluid = fluid_of(group_models(load, cluster, profiles), {kind: n / HEADROOM for kind, n in room.items()})
+        used = spread_traffic(group_models(load, cluster, profiles), [share], fluid).used["c"]
+        assert sum(n * kind[1] for kind, n in used.items()) == pytest.approx(HEADROOM * fluid.cost)
+    assert lacking["plan"] < 0.6 * lacking["start"]
