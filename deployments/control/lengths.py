@@ -1,7 +1,8 @@
 """Estimates how long the prompts and outputs of models that generate are.
 
-Lengths are as declared until measured ones differ by more than chance. The mean follows with the time constant of the
-rates; when the last fifth of it can hardly have come from that mean, it starts anew from there.
+Lengths are as declared, or as the declared arrivals have them, until measured ones differ by more than chance. The mean
+follows with the time constant of the rates; when the last fifth of it can hardly have come from that mean, it starts
+anew from there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.interface import ModelSeen
+from tenuto.errors import InvalidInputError
 from tenuto.placement.generates import Generates, Lengths
+from tenuto.placement.generation_capacity import with_lengths
 from tenuto.placement.planner.task import CHANCE
 from tenuto.placement.workload import ModelSpec
 
+_STEP = 1.1  # derived: the ratio of two rates that trials tell apart
 _RECENT = 0.2  # fitted: the part of the time constant after which a change is told from chance
 
 
@@ -68,6 +72,7 @@ class MeasuredLengths:
         self._average_s = average_s
         self._followed: dict[str, tuple[_Followed, _Followed]] = {}
         self._asked: dict[str, dict[str, float]] = {}  # factors on declared lengths that were planned with
+        self._declared: dict[str, tuple[ModelSpec, ModelSpec]] = {}  # by model: as it was given, and with its lengths
 
     def observe(self, seconds: float, seen: Mapping[str, ModelSeen]) -> None:
         """Add the lengths of the requests that were answered in a look of so many seconds."""
@@ -80,7 +85,7 @@ class MeasuredLengths:
 
     def _known(self, spec: ModelSpec) -> Iterator[tuple[str, _Mean, Lengths]]:
         """Yield the declared lengths of a model that has been measured, by their key, with the measured mean."""
-        followed, generates = self._followed.get(spec.name), spec.generates
+        followed, generates = self._followed.get(spec.name), self._with_lengths(spec).generates
         if followed is not None and generates is not None:
             declared_lengths = {"prompt_tokens": generates.prompt_tokens, "output_tokens": generates.output_tokens}
             for each, (key, declared) in zip(followed, declared_lengths.items(), strict=True):
@@ -97,11 +102,26 @@ class MeasuredLengths:
         return tuple(self._measured(spec) for spec in specs)
 
     def _measured(self, spec: ModelSpec) -> ModelSpec:
-        factors = self._factors(spec)
+        factors, spec = self._factors(spec), self._with_lengths(spec)
         if spec.generates is None or not factors:
             return spec
-        update = {key: declared.scaled(factors[key]) for key, _, declared in self._known(spec) if key in factors}
+        known = ((key, declared) for key, _, declared in self._known(spec) if key in factors)
+        update = {key: declared.scaled(_stepped(factors[key])) for key, declared in known}
         return spec.model_copy(update={"generates": spec.generates.model_copy(update=update)})
+
+    def _with_lengths(self, spec: ModelSpec) -> ModelSpec:
+        """Return the model with the lengths of its arrivals, where it leaves them to these and they can be read here.
+        Without any, nothing would speak against a plan with too few gpu-lets."""
+        if spec.generates is None or None not in (spec.generates.prompt_tokens, spec.generates.output_tokens):
+            return spec
+        given, known = self._declared.get(spec.name, (None, spec))
+        if given is None or (given.generates, given.arrival) != (spec.generates, spec.arrival):
+            try:
+                known = with_lengths(spec)
+            except InvalidInputError:
+                known = spec
+            self._declared[spec.name] = spec, known
+        return spec.model_copy(update={"generates": known.generates})
 
     def asked(self, specs: Iterable[ModelSpec]) -> None:
         """Note that these models are planned with their present lengths."""
@@ -114,6 +134,12 @@ class MeasuredLengths:
             for spec in specs
             for key, long, declared in self._known(spec)
         )
+
+
+def _stepped(factor: float) -> float:
+    """Return the nearest of some factors. Each is another question to the trials of a policy, which take minutes for
+    all shares of all GPU types, and know an answer again."""
+    return _STEP ** round(math.log(factor) / math.log(_STEP))
 
 
 def as_declared(specs: Iterable[ModelSpec], declared: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:

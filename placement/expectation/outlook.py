@@ -100,6 +100,7 @@ class Outlooks:
         self._grouped: tuple[object, list[_Group]] = (None, [])  # of the gpu-lets that were grouped last
         self._members: dict[object, tuple[object, dict[str, Demand]]] = {}  # by identity of what stands with them
         self._islands: dict[object, _Island] = {}
+        self._rooms: dict[object, tuple[object, float]] = {}  # by identity of the lengths, SLO, steps and memory
 
     def of(self, plan: Plan, traffic: Traffic | None = None, *, is_cautious: bool = False) -> Outlook:
         """Return what a plan is expected to serve.
@@ -127,7 +128,7 @@ class Outlooks:
                     busy_of[index], carried[index], batches[index] = shown.busy, shown.carried, shown.batches
         load = max((turn.load for turn in turns), default=0.0)
         in_order = {name: part for index in sorted(parts) for name, part in parts[index].items() if name in members}
-        for name, room_rps in _room_to_generate(plan, self._carries).items():
+        for name, room_rps in self._room_to_generate(plan).items():
             if name in members:  # what a share carries has its own margin
                 rate_rps = members[name].rate_rps / (1.0 + MORE if is_cautious else 1.0)
                 in_order[name] = min(1.0, room_rps / rate_rps)
@@ -160,6 +161,27 @@ class Outlooks:
             for name, rate in traffic.mean_rps.items()
             if rate > 0.0
         }
+
+    def _room_to_generate(self, plan: Plan) -> dict[str, float]:
+        """Return the requests per second that gpu-lets carry of models that generate, of lengths that the plan
+        knows."""
+        specs = {spec.name: spec for spec in plan.models if spec.generates is not None}
+        if not specs:
+            return {}
+        room_rps = dict.fromkeys(specs, 0.0)
+        for replica in (replica for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs):
+            spec = specs[replica.name]
+            if spec.generates is None or replica.steps is None:
+                continue
+            if spec.generates.prompt_tokens is None or spec.generates.output_tokens is None:
+                room_rps[replica.name] = math.inf  # nothing is known against it
+                continue
+            key = id(spec.generates), spec.slo, replica.steps, replica.kv_tokens
+            if key not in self._rooms:
+                carried_rps, _ = self._carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)
+                self._rooms[key] = spec.generates, carried_rps
+            room_rps[replica.name] += self._rooms[key][1]
+        return room_rps
 
     def _asked_of(self, models: tuple[ModelSpec, ...], traffic: Traffic | None, more: float) -> dict[str, Demand]:
         """Return the demand for each model that has any."""
@@ -234,23 +256,6 @@ class Outlooks:
         if key not in self._slowed:
             self._slowed[key] = program.latency, program.latency.scaled(factor)
         return replace(program, latency=self._slowed[key][1])
-
-
-def _room_to_generate(plan: Plan, carries: Carries) -> dict[str, float]:
-    """Return the requests per second that gpu-lets carry of models that generate, of lengths that the plan knows."""
-    specs = {spec.name: spec for spec in plan.models if spec.generates is not None}
-    if not specs:
-        return {}
-    room_rps = dict.fromkeys(specs, 0.0)
-    for replica in (replica for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs):
-        spec = specs[replica.name]
-        if spec.generates is None or replica.steps is None:
-            continue
-        if spec.generates.prompt_tokens is None or spec.generates.output_tokens is None:
-            room_rps[replica.name] = math.inf  # nothing is known against it
-        else:
-            room_rps[replica.name] += carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)[0]
-    return room_rps
 
 
 def provided_rps(plan: Plan) -> dict[str, float]:

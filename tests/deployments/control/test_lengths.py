@@ -1,5 +1,7 @@
 """The controller follows the lengths of prompts and answers, and plans for those that it measures."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.lengths import MeasuredLengths, as_declared
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
+from tenuto.loadgen.schedule import make_load, make_schedule
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.placement.generates import Lengths
@@ -79,6 +82,64 @@ def test_sequences_of_a_gpu_that_is_lost_go_on_elsewhere() -> None:
     found = run(1.0, first_gpus=2, lost="n0/0")
     assert found.ended()[0][OUTCOMES.index("failed")] == 0
     assert found.attainments()["m"] > 0.97
+
+
+def left_to_a_trace(tmp_path: Path, rate_rps: float = RATE) -> ModelSpec:
+    """Return the model, which leaves its lengths to the trace of its arrivals."""
+    draws = np.random.default_rng(3)
+    output = np.rint(100 * np.exp(0.5 * draws.standard_normal(2000))).astype(int).clip(1, 1500)
+    lines = [f"{1000 * place / rate_rps:.3f},m,200,{tokens}" for place, tokens in enumerate(output)]
+    (tmp_path / "log.csv").write_text("\n".join(["time_ms,model,prompt_tokens,output_tokens", *lines]))
+    arrival = {"process": "trace", "path": str(tmp_path / "log.csv")}
+    return ModelSpec.model_validate(
+        MODEL | {"rate_rps": rate_rps, "arrival": arrival, "generates": {"max_sequences": 64}}
+    )
+
+
+def test_a_model_whose_lengths_are_its_traces_keeps_the_gpus_that_it_needs(tmp_path: Path) -> None:
+    spec, known = left_to_a_trace(tmp_path, 2 * RATE), profiles()
+    workload, cluster = Workload(models=(spec,)), Cluster.parse("v100:2")
+    load = make_load([spec], make_schedule([spec], SECONDS / 2, 0), 0)
+    found = ControlledCluster(
+        ControlledLoad(("m",), load.times_ms, load.model_index, SECONDS / 2, tokens=load.tokens),
+        workload,
+        solve(load_policy("tenuto", {}), workload, cluster, known),
+        cluster.gpus,
+        known,
+        ControlSettings.model_validate({"mode": "act", "policy": {"name": "tenuto"}}),
+        lambda system: make_scheduler("deferred", system),
+    ).run()
+    assert {len(plan.gpulets) for _, plan, _ in found.plans} == {2}
+    assert found.attainments()["m"] > 0.99
+
+
+def test_lengths_of_a_trace_are_followed_as_declared_ones_are(tmp_path: Path) -> None:
+    declared, lengths = [left_to_a_trace(tmp_path)], MeasuredLengths(20.0)
+    [spec] = lengths.measured(declared)
+    assert spec.generates is not None
+    assert spec.generates.output_tokens is not None
+    mean = spec.generates.output_tokens.mean
+    assert as_declared([spec], declared) == tuple(declared)
+    for _ in range(24):
+        lengths.observe(0.5, seen(2 * mean))
+    [longer] = lengths.measured(declared)
+    assert longer.generates is not None
+    assert longer.generates.output_tokens is not None
+    assert longer.generates.output_tokens.mean == pytest.approx(2 * mean, rel=0.1)
+    (tmp_path / "log.csv").unlink()
+    assert MeasuredLengths(20.0).measured(declared) == tuple(declared)  # as where the trace is on another machine
+
+
+def test_lengths_that_hardly_differ_are_one_question_to_the_planner() -> None:
+    declared, asked = [ModelSpec.model_validate(MODEL)], []
+    for output in (198.0, 200.0, 203.0):
+        lengths = MeasuredLengths(20.0)
+        for _ in range(24):
+            lengths.observe(0.5, seen(output))
+        asked.append(lengths.measured(declared))
+        lengths.asked(declared)
+        assert not lengths.have_moved(declared)
+    assert asked[0] == asked[1] == asked[2] != tuple(declared)
 
 
 def seen(output: float, count: int = 20) -> dict[str, ModelSeen]:
