@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,11 @@ class ShareCapacity:
     def mib_per_token(self) -> float:
         """The memory of one token's keys and values on each GPU; 0 where it is not known."""
         return (self.generation.kv_bytes_per_token or 0.0) / 2**20 / self.together
+
+    @cached_property
+    def tried(self) -> float:
+        """What trials found that it carries, over what the closed form says; 1 where nothing was tried."""
+        return round(self.rate_rps / (carried(self.spec, self.steps, self.kv_tokens)[0] or self.rate_rps), 6)
 
     @property
     def takes_pct(self) -> float:
@@ -421,6 +427,7 @@ def gpulets_of(
             block_tokens=option.generation.block_tokens,
             longest_context=option.generation.longest_context,
             decided_ahead=option.generation.decided_ahead,
+            tried=option.tried,
         )
         gpulets.append(
             Gpulet(

@@ -60,6 +60,7 @@ class Replica(StrictModel):
     block_tokens: Annotated[int, Field(ge=1)] = BLOCK_TOKENS
     longest_context: Annotated[int, Field(ge=1)] | None = None
     decided_ahead: bool = False  # the engine decides on a step while the one before it runs
+    tried: Annotated[float, Field(gt=0)] = 1.0  # what trials found that it carries, over the closed form of planning
     # Copy times of one request, which are a part of its batch's latency. They are given if streaming hides them.
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None

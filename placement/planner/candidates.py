@@ -214,7 +214,8 @@ class Candidates:
         The first attempt plans for every model's whole burst. The second plans for less where models share gpu-lets in
         the first, unless that plan would not carry the traffic. On an elastic cluster it is then made to carry it.
         """
-        traffic = self.running.traffic
+        traffic, poisson_rps = self.running.traffic, self._poisson_rps
+        upper_rps = traffic.upper_rps | poisson_rps
 
         def planned(rates_rps: Mapping[str, float], to_carry: Traffic) -> Plan:
             models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in self.workload.models)
@@ -226,9 +227,9 @@ class Candidates:
             done = complete_successor(larger, larger, self._as_measured(workload, cluster), parts={}, at_most=0)
             return self._as_profiled(done, workload).model_copy(update={"notes": plan.notes})
 
-        plan = smaller = planned(traffic.upper_rps, _NOTHING)
-        pooled_rps = _pooled_rps(plan, traffic)
-        if pooled_rps != traffic.upper_rps:
+        plan = smaller = planned(upper_rps, _NOTHING)
+        pooled_rps = _pooled_rps(plan, traffic) | poisson_rps
+        if pooled_rps != upper_rps:
             smaller = planned(pooled_rps, _NOTHING)
         missing = self.missing(smaller).keys()
         if not missing:
@@ -237,7 +238,14 @@ class Candidates:
         if not cluster.elastic or self._task.policy.abilities.tries_plans:
             return smaller if missing <= most else plan
         smaller = planned(pooled_rps, traffic)
-        return smaller if self.missing(smaller).keys() <= most else planned(traffic.upper_rps, traffic)
+        return smaller if self.missing(smaller).keys() <= most else planned(upper_rps, traffic)
+
+    @property
+    def _poisson_rps(self) -> dict[str, float]:
+        """What models that generate need. Their gpu-lets carry the bursts of Poisson arrivals besides."""
+        traffic, models = self.running.traffic, self.workload.models
+        known = (spec.name for spec in models if spec.generates is not None and spec.name in traffic.mean_rps)
+        return {name: traffic.poisson_rps(name) for name in known}
 
     def _devices_to_cut(self, counts: Mapping[str, int]) -> list[frozenset[str]]:
         """Return sets of so many GPUs to cut, by type: those with most gpu-lets, of which some can stay, and those with
@@ -356,7 +364,7 @@ class Candidates:
     def _bought(self, missing: Mapping[str, float], types: Iterable[str]) -> Plan:
         """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes. What the
         policy leaves out gets replicas until it is carried, as in a plan anew."""
-        traffic, upper_rps = self.running.traffic, self.running.traffic.upper_rps
+        traffic, upper_rps = self.running.traffic, self.running.traffic.upper_rps | self._poisson_rps
         short = tuple(
             spec.model_copy(update={"rate_rps": missing[spec.name] * upper_rps[spec.name], **ANYWHERE})
             for spec in self.workload.models

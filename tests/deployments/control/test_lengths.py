@@ -1,5 +1,6 @@
 """The controller follows the lengths of prompts and answers, and plans for those that it measures."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad
 from tenuto.loadgen.schedule import make_load, make_schedule
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Workload, load_policy, solve
+from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.generates import Lengths
+from tenuto.placement.generation_capacity import carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profile, Profiles, StepCost
 from tenuto.profiles.generation import Generation, StepsAt
@@ -50,7 +53,8 @@ def run(longer: float, *, first_gpus: int = 1, lost: str = "") -> ControlledRun:
     output = 100 * np.exp(0.5 * draws.standard_normal(len(times))) * np.where(times > 1000.0 * STEP_S, longer, 1.0)
     tokens = RequestTokens(np.full(len(times), 200), np.rint(output).astype(np.int64).clip(1, 1500))
     load = ControlledLoad(("m",), times, np.zeros(len(times), dtype=np.int32), SECONDS, tokens=tokens)
-    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "tenuto"}})
+    # One GPU carries the rate: a controller that acts would give the other one back before it is lost.
+    settings = ControlSettings.model_validate({"mode": "advise" if lost else "act", "policy": {"name": "tenuto"}})
     incidents = [Incident(STEP_S, lose=(lost,))] if lost else []
     found = ControlledCluster(
         load,
@@ -128,6 +132,19 @@ def test_lengths_of_a_trace_are_followed_as_declared_ones_are(tmp_path: Path) ->
     assert longer.generates.output_tokens.mean == pytest.approx(2 * mean, rel=0.1)
     (tmp_path / "log.csv").unlink()
     assert MeasuredLengths(20.0).measured(declared) == tuple(declared)  # as where the trace is on another machine
+
+
+def test_a_plan_is_judged_by_the_trials_that_it_was_made_by() -> None:
+    policy, workload = load_policy("tenuto", {}), Workload.model_validate({"models": [MODEL]})
+    plan = solve(policy, workload, Cluster.parse("v100:1"), profiles())
+    [replica] = plan.gpulets[0].models
+    assert replica.steps is not None
+    assert replica.kv_tokens is not None
+    carries_rps, _ = policy.carries(workload["m"], replica.steps, replica.kv_tokens)
+    for times, carries in product((0.9, 1.25, 2.0), (carried, policy.carries)):
+        outlook = Outlooks(carries=carries).of(plan, Traffic({"m": times * carries_rps}))
+        assert outlook.load == pytest.approx(times, rel=1e-3)
+        assert outlook.parts["m"] == pytest.approx(min(1.0, 1.0 / times), rel=1e-3)
 
 
 def test_lengths_that_hardly_differ_are_one_question_to_the_planner() -> None:
