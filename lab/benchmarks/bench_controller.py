@@ -4,6 +4,7 @@
     python lab/benchmarks/bench_controller.py day [--seed N] [--swing A] [--policy NAME]
                                                     [--hours H] [--trace FILE] [--rival | --ideal]
     python lab/benchmarks/bench_controller.py day --types [--seed N] [--spot-h H] [--swing A] [--policy NAME]
+    python lab/benchmarks/bench_controller.py day --generating [--seed N] [--spot-h H] [--hours H]
     python lab/benchmarks/bench_controller.py incidents [--seed N]
     python lab/benchmarks/bench_controller.py standby [--seed N]
 
@@ -11,7 +12,8 @@ waves: gpulet's test (section 6.5): 1,800 s, two waves, the second higher, five 
 day: 20 models of Symphony's zoo with a day of Azure-like rates (`azure_like.py`) or of the published file, on a cluster
 that grows; with `--types` by GPUs of three types with prices, of which the T4's latencies are made up, on nodes that
 come after 60 to 180 s, and with `--spot-h` each node that has come ends once in so many hours, with two minutes'
-notice. incidents: a rate times three, a GPU lost and back, batches slower than profiled. standby: iGniter's figure
+notice. With `--generating` six models that generate, asked by ServeGen's clients, on three such types (`writers`).
+incidents: a rate times three, a GPU lost and back, batches slower than profiled. standby: iGniter's figure
 17, with and without standby processes: batches of a model take longer than profiled, so that it needs 10 % more share.
 
 "clairvoyant" plans every period with the rates it really had, and changes at no cost, by the policy alone or with the
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import NormalDist
@@ -48,11 +51,13 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.cluster import GpuGroup, Node
 from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.generation_capacity import carried, options_of, with_lengths
 from tenuto.placement.planner import PlanTask, make_plan
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.placement.policy import load_policy
-from tenuto.profiles import LinearLatency, Profile, Profiles
+from tenuto.profiles import ModelProfile, Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.servegen import published
 
 IGNITER = Profiles([load_shipped("igniter-v100")])
 # The grid has four networks; the fifth model of gpulet's scenarios is a second client of ResNet-50.
@@ -199,8 +204,19 @@ def waves(args: argparse.Namespace) -> None:
 # --- a day ------------------------------------------------------------------------------------------------------------
 
 
-def day(args: argparse.Namespace) -> None:
-    """Run a day of 20 models on a cluster that grows to 24 GPUs, or, with several types, to 64 of each."""
+@dataclass(frozen=True)
+class DayScene:
+    """Models of a day, and what their GPUs cost and take: the price per hour by type, and the latencies. `most` is how
+    many GPUs of a type the cluster may have."""
+
+    models: tuple[ModelSpec, ...]
+    profiles: Profiles
+    prices: Mapping[str, float | None]
+    most: int
+
+
+def networks(args: argparse.Namespace, trace: Path) -> DayScene:
+    """Return 20 networks of fixed cost, whose rates follow a day's file; it is made up if there is none."""
     profile = load_shipped("symphony-1080ti")
     profiles, prices = Profiles([profile]), {"1080ti": None}
     if args.types:
@@ -210,30 +226,72 @@ def day(args: argparse.Namespace) -> None:
         prices = {"1080ti": 0.7, "a100": 3.67, "t4": 0.35}
     lines = {name: model.line for name, model in profile.models.items() if model.line is not None}
     rows = sorted(lines, key=lambda name: -lines[name].alpha_ms)[:20]
-    duration_s = args.hours * 3600.0
+    if not trace.exists():
+        write_day(trace, args.seed, args.invocations, args.swing)
+    models = [
+        {
+            "name": row,
+            "rate_rps": 10.0,
+            "slo_ms": profile.models[row].coefficients["slo_ms"],
+            "arrival": {"process": "azure_2019", "path": str(trace), "options": {"part": at, "parts": len(rows)}},
+        }
+        for at, row in enumerate(rows)
+    ]
+    return DayScene(Workload.model_validate({"models": models}).models, profiles, prices, 64 if args.types else 24)
+
+
+def writers(args: argparse.Namespace) -> DayScene:
+    """Return six models that generate, which clients of ServeGen ask from an hour of the day on that the seed draws.
+
+    One of the eight largest clients of three categories, of those with published lengths, asks a model of 7B, and one a
+    model of 13B, all on whole GPUs. Step times on an A100 are measured (`muxserve-a100`). Made up are those on an A10G
+    (3.4 times as long, the ratio of memory bandwidths) and an H100 (0.6 times), that the models read 16,384 tokens, and
+    their mean rates, which take one to three A100s each.
+    """
+    draws, shipped = np.random.default_rng([20261130, args.seed]), load_shipped("muxserve-a100")
+    rows = {name: shipped.models[name] for name in ("llama-7b", "llama-13b")}
+    steps = {name: model.generation for name, model in rows.items() if model.generation is not None}
+
+    def on_one_gpu(name: str, factor: float) -> ModelProfile:
+        alone = steps[name].alone_on_one_gpu(factor)
+        assert alone is not None
+        return rows[name].model_copy(update={"generation": alone.model_copy(update={"longest_context": 16_384})})
+
+    factors = {"a100-80gb": 1.0, "a10g": 3.4, "h100": 0.6}
+    profiles = Profiles(
+        Profile(
+            name=f"made-up-{kind}",
+            gpu_type=kind,
+            source=f"{factor} times an A100",
+            models={name: on_one_gpu(name, factor) for name in rows},
+        )
+        for kind, factor in factors.items()
+    )
+    hour, [a100] = float(draws.uniform(0, 24)), Cluster.parse("a100-80gb").gpus
+    models = []
+    for category, row in product(("m-small", "m-mid", "m-large"), rows):
+        clients = enumerate(published()[category], 1)
+        known = [number for number, client in clients if client.prompt_tokens and client.output_tokens]
+        options = {"category": category, "client": int(draws.choice(known[:8])), "start_hour": hour}
+        asked = {"name": f"{category}-{row}", "profile": row, "rate_rps": 1.0, "generates": {"max_batch_tokens": 512}}
+        asked |= {"slo": {"ttft_ms": 2000, "tpot_ms": 200}}  # MLPerf Inference's of Llama 2 70B
+        spec = ModelSpec.model_validate(asked | {"arrival": {"process": "servegen", "options": options}})
+        [whole] = options_of(with_lengths(spec), a100, profiles, carried, shares=(100,))
+        models.append(spec.model_copy(update={"rate_rps": draws.uniform(1, 3) * whole.rate_rps}))
+    return DayScene(tuple(models), profiles, {"a100-80gb": 5.07, "a10g": 1.01, "h100": 6.98}, 64)
+
+
+def day(args: argparse.Namespace) -> None:
+    """Run a day on a cluster that grows to 24 GPUs, or, with several types, to 64 of each."""
+    duration_s, policy = args.hours * 3600.0, load_policy(args.policy, {})
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(args.trace) if args.trace else Path(folder) / "day.csv"
-        if not args.trace:
-            write_day(trace, args.seed, args.invocations, args.swing)
-        workload = Workload.model_validate(
-            {
-                "models": [
-                    {
-                        "name": row,
-                        "rate_rps": 10.0,
-                        "slo_ms": profile.models[row].coefficients["slo_ms"],
-                        "arrival": {
-                            "process": "azure_2019",
-                            "path": str(trace),
-                            "options": {"part": at, "parts": len(rows)},
-                        },
-                    }
-                    for at, row in enumerate(rows)
-                ]
-            }
-        )
-        schedule = make_schedule(workload.models, duration_s, 0)
-    counts = _counts(schedule.times_ms, schedule.model_index, len(rows), duration_s)
+        scene = writers(args) if args.generating else networks(args, trace)
+        workload = Workload(models=scene.models, mps="off" if args.generating else "auto")
+        schedule = make_schedule(workload.models, duration_s, args.seed if args.generating else 0)
+    profiles, prices, most = scene.profiles, scene.prices, scene.most  # the clairvoyant plan is not limited
+    by_price = len(prices) > 1
+    counts = _counts(schedule.times_ms, schedule.model_index, len(workload.models), duration_s)
     first = counts[:300].mean(axis=0)
     declared = workload.model_copy(
         update={
@@ -243,33 +301,33 @@ def day(args: argparse.Namespace) -> None:
             )
         }
     )
-    policy = load_policy(args.policy, {})
     groups = tuple(GpuGroup(type=kind, price_per_hour=price) for kind, price in prices.items())
     one = Cluster(nodes=(Node(name="n0", gpus=groups),), elastic=True)
     plan = solve(policy, declared.scaled(1.5), one, profiles)
-    most = 64 if args.types else 24  # the clairvoyant plan is not limited
     there = gpus_of(plan)
     bounds = {
-        kind: {"min": 0 if args.types else 1, "max": most}
+        kind: {"min": 0 if by_price else 1, "max": most}
         | ({"price_per_hour": price} if price else {})
         | ({"spot": {"life_hours": args.spot_h, "notice_s": 120.0}} if args.spot_h else {})
         for kind, price in prices.items()
     }
     settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": args.policy}, "gpus": bounds})
     since = time.process_time()
-    epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(rows)).mean(axis=1)
+    epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(workload.models)).mean(axis=1)
 
     def needed(rates: NDArray[np.float64], attainment: float = 0.0) -> float:
         """Return the GPUs, or their price, of the policy's plan for these mean rates with the bursts of a second. It
         promises every model this part of the mean rate in time."""
         mean = Traffic({spec.name: float(rate) for spec, rate in zip(declared.models, rates, strict=True)})
-        upper = np.maximum(0.1, rates) + SIGMAS * np.sqrt(np.maximum(0.1, rates))
+        upper = np.maximum(0.1, rates)
+        if not args.generating:  # gpu-lets that generate are tried with bursts
+            upper += SIGMAS * np.sqrt(upper)
         models = tuple(
             spec.model_copy(update={"rate_rps": float(rate)}) for spec, rate in zip(declared.models, upper, strict=True)
         )
         workload = declared.model_copy(update={"models": models})
         expected = make_plan(PlanTask(policy, workload, one, profiles, traffic=mean, attainment=attainment)).expected
-        return (expected.cost_per_hour if args.types else expected.gpus_used) or 0
+        return (expected.cost_per_hour if by_price else expected.gpus_used) or 0
 
     if args.ideal:
         found = [needed(rates) for rates in epochs]  # GPUs of the clairvoyant plan by epoch
@@ -294,8 +352,8 @@ def day(args: argparse.Namespace) -> None:
         promised.extend(needed(rates, KEPT) for rates in ended)
         keeps = sum(promised) * 300.0 / 3600.0
         clairvoyant, peak = sum(found) * 300.0 / 3600.0, needed(epochs[: len(found)].max(axis=0)) * hours
-        unit = "$" if args.types else "GPU-hours"
-        held = paid(run, prices, now_s) if args.types else run.gpu_s / 3600.0
+        unit = "$" if by_price else "GPU-hours"
+        held = paid(run, prices, now_s) if by_price else run.gpu_s / 3600.0
         print(
             f"  {unit}: controller {held:.1f}, static plan for every model's peak {peak:.1f} ({held / peak:.2f} of "
             f"it), clairvoyant per 300 s {clairvoyant:.1f} ({held / clairvoyant:.2f} of it; {keeps:.1f}, or "
@@ -310,11 +368,11 @@ def day(args: argparse.Namespace) -> None:
             Path(args.svg).write_text(picture(title, run, most, found))
 
     if args.rival:
-        _serve_day(args, schedule, workload, lines, counts, most)
+        _serve_day(args, schedule, workload, profiles, counts, most)
         return
     # Without rehearsals, which take as long as all the rest.
     run = ControlledCluster(
-        ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, duration_s),
+        ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, duration_s, tokens=schedule.tokens),
         declared,
         plan,
         there,
@@ -323,7 +381,7 @@ def day(args: argparse.Namespace) -> None:
         lambda system: make_scheduler("deferred", system, {"rehearse": False}),
         growth=one.one_of_each,
         seed=args.seed,
-        **({"provision_s": (60.0, 180.0)} if args.types else {}),
+        **({"provision_s": (60.0, 180.0)} if by_price else {}),
     ).run(60.0, tell)
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
@@ -357,14 +415,15 @@ def _serve_day(
     args: argparse.Namespace,
     schedule: Schedule,
     workload: Workload,
-    lines: Mapping[str, LinearLatency],
+    profiles: Profiles,
     counts: NDArray[np.float64],
     most: int,
 ) -> None:
     """Run the day with every model scaled by the length of its queue."""
     found, since = {}, time.process_time()
     for index, spec in enumerate(workload.models):
-        line = lines[spec.name]
+        line = profiles.get(spec.name, "1080ti").line
+        assert line is not None
         first_rps = max(0.1, float(counts[:300, index].mean()))
         size = max([1, *(b for b in range(1, 65) if 2.0 * line.at(b) <= spec.slo_ms)])
         replicas = max(1, math.ceil(1.5 * first_rps * line.at(size) / size / 1000.0))
@@ -516,18 +575,20 @@ def main() -> None:
     parser.add_argument("what", choices=["waves", "day", "incidents", "standby"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate-scale", type=float, default=1.0, help="of the waves")
-    parser.add_argument("--policy", default="gpulet", help="of the day")
+    parser.add_argument("--policy", help="of the day; default: gpulet, or tenuto for models that generate")
     parser.add_argument("--ideal", action="store_true", help="of the day: only what no controller can go below")
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
     parser.add_argument("--invocations", type=int, default=20_000_000, help="of the day that is made up")
     parser.add_argument("--swing", type=float, help="of the day: all functions follow it, with this amplitude")
     parser.add_argument("--types", action="store_true", help="of the day: three GPU types with prices")
+    parser.add_argument("--generating", action="store_true", help="of the day: models that generate, and three types")
     parser.add_argument("--spot-h", type=float, help="of the day with types: hours that a node lives in the mean")
     parser.add_argument("--rival", action="store_true", help="of the day: Ray Serve's own rule, and no controller")
     parser.add_argument("--trace", help="a day of the Azure Functions trace of 2019 in place of the made-up one")
     parser.add_argument("--svg", help="draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="print the changes")
     args = parser.parse_args()
+    args.policy = args.policy or ("tenuto" if args.generating else "gpulet")
     print_machine()
     {"waves": waves, "day": day, "incidents": incidents, "standby": standby}[args.what](args)
 
