@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tenuto.placement.cluster import MOST_ELASTIC_GPUS, Cluster, Gpu, node_of
 from tenuto.placement.generation_capacity import (
@@ -143,7 +144,7 @@ class Room:
     @classmethod
     def bought(cls, gpu: Gpu, count: int) -> Room:
         """Return so many GPUs like this one, wherever they will be."""
-        return cls([gpu.model_copy(update={"id": f"{gpu.type}/{place}"}) for place in range(count)], is_endless=True)
+        return cls(_copies(gpu, count), is_endless=True)
 
     def allows(self, spec: ModelSpec, gpu: Gpu) -> bool:
         """Return whether a model may lie on a GPU. Where GPUs that are bought will be is not known."""
@@ -157,10 +158,12 @@ class Room:
     def laid(self, options: Sequence[ShareCapacity]) -> list[PlacedShare]:
         """Return where gpu-lets lie: each on the first GPUs of a node that have its share left and not its model; none
         where they do not all fit. A model that is spread goes to the node or rack that has fewest of it."""
-        left = {gpu.id: 100.0 for gpu in self.gpus}
+        # Of GPUs that are bought, no more are looked at than gpu-lets take that lie alone.
+        gpus = self.gpus[: sum(option.together for option in options)] if self._is_endless else self.gpus
+        left = {gpu.id: 100.0 for gpu in gpus}
         on: dict[str, set[str]] = {}  # by model its GPUs
         by_node: dict[str, list[Gpu]] = {}
-        for gpu in self.gpus:
+        for gpu in gpus:
             by_node.setdefault(node_of(gpu.id), []).append(gpu)
         placed: list[PlacedShare] = []
         for option in options:
@@ -186,6 +189,11 @@ class Room:
                 held.add(gpu.id)
             placed.append(PlacedShare(option, tuple(able)))
         return placed
+
+
+@lru_cache(maxsize=16)
+def _copies(gpu: Gpu, count: int) -> tuple[Gpu, ...]:
+    return tuple(gpu.model_copy(update={"id": f"{gpu.type}/{place}"}) for place in range(count))
 
 
 def gpus_of(laid: Sequence[PlacedShare]) -> list[Gpu]:
