@@ -227,8 +227,11 @@ class ControlledCluster:
                 ends_s += window_s
                 progress(now_s, self._result)
         self._result.offline = self._system.end_offline(self._result.gpu_s)
-        self._system.advance(1000.0 * duration_s + 60_000.0)  # limit: for requests that are under way at the end
-        self._close(duration_s + 60.0, [self._system.observe()], is_rest=True)
+        for rest_s in range(60, 3660, 60):  # limit: an hour for what is under way at the end, as long answers are
+            self._system.advance(1000.0 * (duration_s + rest_s))
+            self._close(duration_s + rest_s, [self._system.observe()], is_rest=True)
+            if sum(int(window.arrived.sum() - window.ended.sum()) for window in self._result.windows) <= 0:
+                break
         return self._result
 
     def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:

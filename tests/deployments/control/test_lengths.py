@@ -82,6 +82,17 @@ def test_answers_twice_as_long_bring_another_plan_at_the_same_rate() -> None:
     assert late[Outcome.OK] >= 0.99 * late.sum()
 
 
+def test_answers_that_go_on_for_minutes_after_the_end_are_counted() -> None:
+    workload, known, cluster = Workload.model_validate({"models": [MODEL]}), profiles(), Cluster.parse("v100:1")
+    plan = solve(load_policy("tenuto", {}), workload, cluster, known)
+    tokens = RequestTokens(np.full(4, 200), np.full(4, 9_000))  # a step takes 10 ms
+    load = ControlledLoad(("m",), np.full(4, 9_000.0), np.zeros(4, dtype=np.int32), 10.0, tokens=tokens)
+    found = ControlledCluster(
+        load, workload, plan, cluster.gpus, known, ControlSettings(), lambda system: make_scheduler("deferred", system)
+    ).run()
+    assert found.ended()[0][Outcome.OK] == 4
+
+
 def test_sequences_of_a_gpu_that_is_lost_go_on_elsewhere() -> None:
     found = run(1.0, first_gpus=2, lost="n0/0")
     assert found.ended()[0][OUTCOMES.index("failed")] == 0
