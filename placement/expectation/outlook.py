@@ -66,12 +66,6 @@ class Traffic:
         """Mean and burst of every model: what each needs when it shares no gpu-lets."""
         return {name: self.mean_rps[name] + burst for name, burst in self.burst_rps.items()}
 
-    def poisson_rps(self, name: str) -> float:
-        """Return the mean rate of Poisson arrivals whose seconds bring as much as this model's: what a gpu-let that
-        generates has to carry, as that is tried with Poisson arrivals."""
-        half = self.sigmas / 2.0  # derived: c + s sqrt(c) is the upper rate
-        return (math.hypot(half, math.sqrt(self.upper_rps[name])) - half) ** 2
-
 
 @dataclass(frozen=True)
 class Outlook:
@@ -136,8 +130,7 @@ class Outlooks:
         in_order = {name: part for index in sorted(parts) for name, part in parts[index].items() if name in members}
         for name, room_rps in self._room_to_generate(plan).items():
             if name in members:  # what a share carries has its own margin
-                more = 1.0 + MORE if is_cautious else 1.0
-                rate_rps = members[name].rate_rps / more if traffic is None else traffic.poisson_rps(name)
+                rate_rps = members[name].rate_rps / (1.0 + MORE if is_cautious else 1.0)
                 in_order[name] = min(1.0, room_rps / rate_rps)
                 load = max(load, rate_rps / max(room_rps, 1e-9))
         if plan.objective == "each" and load > 1.0:  # a model's excess is turned away while others get less

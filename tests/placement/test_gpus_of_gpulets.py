@@ -38,6 +38,7 @@ KNOWN = {
     ("placement/planner/replica_placement.py", "_apart"): NAME,
     ("placement/planner/replica_placement.py", "_with"): NAME,
     ("batching/core/build.py", "from_plan"): ALL,
+    ("batching/planning/starts.py", "place"): SINGLE,
     ("deployments/operator/exposition.py", "_gpus"): ALL,
     ("placement/planner/standby.py", "twins"): SINGLE,
     ("placement/planner/standby.py", "still_fitting"): SINGLE,
