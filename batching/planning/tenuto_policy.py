@@ -11,7 +11,7 @@ import numpy as np
 
 from tenuto.batching.planning.judging import Worth
 from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, SearchOptions
-from tenuto.batching.planning.token_trials import carried_in_trial, served_in_trial
+from tenuto.batching.planning.token_trials import STEADY_SLOS, carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
@@ -22,8 +22,6 @@ from tenuto.placement.policies.shared.hosting import planned_gpus
 from tenuto.placement.policy import Abilities
 from tenuto.placement.workload import ModelSpec, Objective
 from tenuto.profiles import Profiles, StepCost
-
-STEADY_SLOS = 10.0  # derived: times its SLO, as long as requests then wait no less than later, to a tenth
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,8 +18,12 @@ from tenuto.placement.generation_capacity import GeneratingHost, carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 
+STEADY_SLOS = 10.0
+"""derived: times its SLO, as long as requests then wait no less than later, to a tenth."""
 _REQUESTS = 3000
-"""derived: requests of one trial; it takes a tenth of a second."""
+"""derived: requests of one trial, or more where more come in `STEADY_SLOS`; it takes a tenth of a second."""
+_MOST_REQUESTS = 30_000
+"""limit: requests of one trial; it takes a second."""
 _STEP = 1.1
 """fitted: the ratio of two rates that are tried; a share may carry as much more than is planned."""
 _FURTHEST = 20
@@ -58,12 +63,13 @@ def _carried_once(
         return 0.0, 0
     aim = (1.0 + attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
 
-    def is_carried(steps: int, stream: int, requests: int = _REQUESTS) -> bool:
+    def is_carried(steps: int, stream: int, part: int = 1) -> bool:
+        requests = _enough(spec, rate * _STEP**steps) // part
         hosts = [GeneratingHost(cost, kv_tokens, 1.0)]
         return in_time(spec, hosts, rate * _STEP**steps, (seed, stream), requests, floor=aim) >= aim
 
     steps, streams = 0, list(range(1, 1 + _STREAMS))
-    while steps < _FURTHEST and is_carried(steps, 0, _REQUESTS // 3):  # derived: a look, which a whole trial confirms
+    while steps < _FURTHEST and is_carried(steps, 0, 3):  # derived: a look, which a whole trial confirms
         steps += 1
     while steps > -_FURTHEST:
         missed = next((stream for stream in streams if not is_carried(steps, stream)), None)
@@ -80,10 +86,16 @@ def served_in_trial(spec: ModelSpec, hosts: Sequence[GeneratingHost], *, attainm
     1 where it is carried in several streams. A request goes to the emptiest for its rate, then to the next."""
     aim, part = (1.0 + attainment) / 2.0, 1.0
     for stream in range(1, 1 + _STREAMS):
-        part = in_time(spec, hosts, spec.rate_rps, (seed, stream), refuses=True)
+        part = in_time(spec, hosts, spec.rate_rps, (seed, stream), _enough(spec, spec.rate_rps), refuses=True)
         if part < aim:
             return part
     return 1.0
+
+
+def _enough(spec: ModelSpec, rate_rps: float) -> int:
+    """Return how many requests a trial at a rate takes: in a shorter one a queue that only grows would not be late."""
+    slo_s = 0.0 if spec.slo is None else spec.slo.ttft_ms / 1000.0
+    return min(_MOST_REQUESTS, max(_REQUESTS, math.ceil(STEADY_SLOS * slo_s * rate_rps)))
 
 
 def in_time(
