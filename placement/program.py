@@ -247,7 +247,7 @@ class Gpulet(StrictModel):
 
         It is None if the memory of a program is not known.
         """
-        return self.contents.held_mib if self.programs else 0.0
+        return self.contents.held_mib
 
     @property
     def effective_share_pct(self) -> float:

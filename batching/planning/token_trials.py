@@ -64,9 +64,10 @@ def _carried_once(
     aim = (1.0 + attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
 
     def is_carried(steps: int, stream: int, part: int = 1) -> bool:
-        requests = _enough(spec, rate * _STEP**steps) // part
+        tried_rps = rate * _STEP**steps
         hosts = [GeneratingHost(cost, kv_tokens, 1.0)]
-        return in_time(spec, hosts, rate * _STEP**steps, (seed, stream), requests, floor=aim) >= aim
+        requests = _enough(spec, tried_rps) // part
+        return in_time(spec, hosts, tried_rps, (seed, stream), requests, floor=aim) >= aim
 
     steps, streams = 0, list(range(1, 1 + _STREAMS))
     while steps < _FURTHEST and is_carried(steps, 0, 3):  # derived: a look, which a whole trial confirms

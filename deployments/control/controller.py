@@ -341,11 +341,11 @@ class Controller:
     def _notice_gpus(self, gpus: tuple[Gpu, ...]) -> bool:
         """Note which GPUs are present; return whether one in use is lost."""
         before, after = {gpu.id for gpu in self._change_state.gpus}, {gpu.id for gpu in gpus}
-        own = {gpu.id for gpu in self.plan.gpus if gpu.mig == "managed" and gpu.instance is not None}
         self._change_state.gpus = gpus
         lost, came = before - after, after - before
         if not (lost or came):
             return False
+        own = {gpu.id for gpu in self.plan.gpus if gpu.mig == "managed" and gpu.instance is not None}
         usable = sorted((came - own) & {gpu.id for gpu in self._change_state.usable})
         self._set_came(before and usable, f"GPU {', '.join(usable)} is new")
         if lost:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -309,17 +308,17 @@ class ControlledCluster:
         """Bring missing GPUs, and release empty ones above what is wanted, both a node at a time. As with Ray's
         autoscaler, nodes on their way count, and those that leave do not."""
         plan = self._controller.plan
-        used = set(plan.used_gpus)
+        used = set(plan.devices(plan.used_gpus))
         for kind, count in self._requested.items():
             per_node = self._settings.gpus[kind].per_node
-            nodes: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+            nodes: dict[str, set[str]] = defaultdict(set)  # devices
             for gpu in self._gpus.values():
                 if gpu.whole_type == kind and {gpu.id, gpu.device, node_of(gpu.id)}.isdisjoint(self._leaving):
-                    nodes[node_of(gpu.id) if per_node > 1 else gpu.device][gpu.device].append(gpu.id)
+                    nodes[node_of(gpu.id) if per_node > 1 else gpu.device].add(gpu.device)
             present = sum(map(len, nodes.values()))
             excess = present - count
             for node in [*nodes.values()][::-1]:
-                if len(node) <= excess and used.isdisjoint(chain(*node.values())):
+                if len(node) <= excess and used.isdisjoint(node):
                     excess -= len(node)
                     self._gpus = {name: gpu for name, gpu in self._gpus.items() if gpu.device not in node}
             for _ in range(math.ceil((count - present) / per_node) - self._coming[kind]):

@@ -311,10 +311,12 @@ class _Spreading:
     def _goes_on_taking(self, cell: str) -> bool:
         """Return whether a cell whose plan changes anyway takes more: as long as a tenth of it is idle. Where no GPU
         is, each newcomer has to be fitted among all others, and even loads make that least."""
+        if cell not in self._takers:
+            return False
         idle = self._cells.rooms[cell].idle or {}
         least = 1.0 - 1.0 / HEADROOM
         has_idle = sum(idle.values()) > least * sum(self._cells.rooms[cell].gpus.values())
-        return cell in self._takers and has_idle and self._idle(cell) > least
+        return has_idle and self._idle(cell) > least
 
     def _is_sliver(self, group: ModelGroup, cell: str, share: float) -> bool:
         """Return whether a cell has room for a part of a group that takes no more than a GPU: full to the brim, which
