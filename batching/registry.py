@@ -13,7 +13,7 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import System
 from tenuto.errors import refused
 from tenuto.plugins import SCHEDULERS as GROUP
-from tenuto.plugins import cure_of_unknown, entry_point, registered
+from tenuto.plugins import cure_of_unknown, load_plugin, registered
 
 SCHEDULERS: dict[str, str] = {
     "deferred": "tenuto.batching.core.deferred:DeferredScheduler",
@@ -40,11 +40,10 @@ def scheduler_class(name: str) -> type[Scheduler]:
         own: type[Scheduler] = getattr(importlib.import_module(module), attribute)
         return own
     try:
-        point = entry_point(GROUP, name)
+        return cast(type[Scheduler], load_plugin(GROUP, name))
     except KeyError:
         cure = cure_of_unknown(GROUP, name, scheduler_names())
         raise refused("--scheduler", name, "unknown scheduler", cure) from None
-    return cast(type[Scheduler], point.load())
 
 
 def check_offline(name: str, waits: Collection[str]) -> None:

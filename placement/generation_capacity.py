@@ -43,6 +43,8 @@ WHOLE = (100,)
 """format: the only share where CUDA MPS is off."""
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 """derived: tens of percent, from the smallest share with measured step times."""
+RATE_STEP = 1.1
+"""fitted: the ratio of two rates that are told apart; a share may carry as much more than is planned."""
 WORTH_TOGETHER = 1.5
 """fitted: GPUs run a model together where each carries so many times as much as alone: for models whose weights hardly
 leave memory. The others lie beside each other, and no loss takes several GPUs from them."""
@@ -204,7 +206,7 @@ def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int
             worst_ms, longest, chunks = _step_ms(cost, many, prompt, output, generates.max_batch_tokens)
             if worst_ms <= slo.tpot_ms and (1 + chunks) * longest <= slo.ttft_ms:
                 possible.append((rate, sequences))
-        sequences += max(1, sequences // 16)  # derived: steps of a sixteenth, finer than `_STEP` of trials
+        sequences += max(1, sequences // 16)  # derived: steps of a sixteenth, finer than `RATE_STEP`
     spared = max((each for each in possible if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
     return max(spared, _carried_by_few(cost, room, generates, slo, prompt, output)) if room > 0 else spared
 
@@ -223,7 +225,7 @@ def _carried_by_few(
         return 0.0, 0
     busy = BUSY_PART * room
     while _waiting_part(room, busy) * math.exp(-(room - busy) * patience_ms / each_ms) > LATE_PART:
-        busy *= 0.95  # derived: steps finer than `_STEP` of trials
+        busy *= 0.95  # derived: steps finer than `RATE_STEP`
     return 1000.0 * busy / each_ms, max(1, round(busy))
 
 

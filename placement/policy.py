@@ -19,7 +19,7 @@ from tenuto.placement.generation_capacity import GeneratingHost, GeneratingPlan,
 from tenuto.placement.plan import Plan
 from tenuto.placement.watch import PlanningWatch
 from tenuto.placement.workload import ModelSpec, Objective, Workload
-from tenuto.plugins import POLICIES, cure_of_unknown, entry_point, registered
+from tenuto.plugins import POLICIES, cure_of_unknown, load_plugin, registered
 from tenuto.profiles import Profiles, StepCost
 
 DEFAULT_POLICY = "tenuto"  # the policy that plans when none is named
@@ -33,7 +33,9 @@ class Abilities:
     not at all; by `shares`, which `Policy.carries` and `Policy.serves` judge; or `alone`, by `Policy.place_generating`,
     on a fixed cluster without other models. A policy that `tries_plans` promises no more than its trials served. One
     that `splits_deadlines` chooses how applications' deadlines are split, and returns a plan with them. One
-    that `is_interruptible` reports its progress to its `watch`, and can stop with the best plan so far.
+    that `is_interruptible` reports its progress to its `watch`, and can stop with the best plan so far. Policy `tenuto`
+    starts from the plan of a policy where a workload has at most `most_models`, and plans clusters that it may buy with
+    one only if it `plans_at_once`, in much less than a second.
     """
 
     objectives: tuple[Objective, ...] = ("total",)
@@ -41,6 +43,8 @@ class Abilities:
     tries_plans: bool = False
     splits_deadlines: bool = False
     is_interruptible: bool = False
+    most_models: int | None = None
+    plans_at_once: bool = True
 
 
 class Policy(ABC):
@@ -118,9 +122,9 @@ def policy_names() -> dict[str, type[Policy]]:
     """Return every policy by name: the entry points of all installed packages, including Tenuto's own. One whose module
     is not there, as after half an upgrade, is left out."""
     names = {}
-    for name, point in registered(POLICIES).items():
-        with contextlib.suppress(ModuleNotFoundError):
-            names[name] = point.load()
+    for name in registered(POLICIES):
+        with contextlib.suppress(KeyError):
+            names[name] = load_plugin(POLICIES, name)
     return names
 
 
@@ -136,8 +140,8 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 def _from_entry_point(name: str) -> type[Policy]:
     try:
-        kind: type[Policy] = entry_point(POLICIES, name).load()
-    except (KeyError, ModuleNotFoundError):
+        kind: type[Policy] = load_plugin(POLICIES, name)
+    except KeyError:
         cure = cure_of_unknown(POLICIES, name, policy_names())
         raise refused("--policy", name, "unknown policy", cure) from None
     return kind

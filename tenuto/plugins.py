@@ -7,8 +7,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from tenuto.errors import one_of
+from tenuto.errors import one_of, refused
 
 POLICIES = "tenuto.policies"
 SCHEDULERS = "tenuto.schedulers"
@@ -45,9 +46,21 @@ def registered(group: str) -> dict[str, EntryPoint]:
 
 
 @functools.cache  # reading the installed packages takes longer than many plans, and the controller plans often
-def entry_point(group: str, name: str) -> EntryPoint:
-    """Return the entry point of a name; KeyError if no installed package has it."""
-    return registered(group)[name]
+def load_plugin(group: str, name: str) -> Any:
+    """Return what a name is registered for.
+
+    Raises:
+        KeyError: no installed package has it, or its module is not there, as after half an upgrade.
+        InvalidInputError: importing it failed, as where something that it needs is not installed.
+    """
+    point = registered(group)[name]
+    try:
+        return point.load()
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}."):
+            raise KeyError(name) from error
+        rule = f"importing {point.value} failed: {type(error).__name__}: {error}"
+        raise refused(group, name, rule, "Install what it needs, or uninstall its package.") from error
 
 
 def cure_of_unknown(group: str, name: str, known: Iterable[str]) -> str:

@@ -36,14 +36,11 @@ from tenuto.placement.workload import Objective
 from tenuto.profiles import Profiles
 
 STARTS = ("symphony", "gpulet")  # the quickest first
-SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies of the laboratory that may take seconds
 WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference model or with one: both are starts
 # Where a start differs from the published policy: symphony's moves and swaps come as near as its solver does in
 # seconds; gpulet serves more on a full cluster (in 23 of 120 random workloads, never less).
 STARTED_WITH = {"symphony": {"time_limit_s": "0"}, "gpulet": {"merge_without_free": "true"}}
 LARGE = 40  # limit: models or GPUs of a plan that is tried; beyond, a trial takes minutes
-# Fitted: models of a start; with more it takes minutes, or seconds and serves half of what the others do.
-SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
 # Derived: of its time, as the scheduler's `save_above`: a busiest gpu-let below it has headroom enough, and fewer
 # processes are better.
 ROOMY = DeferredOptions().save_above
@@ -214,13 +211,16 @@ class PlanSource:
         if "symphony" in self._options.starts and len(cluster.gpu_types) > 1 and not cluster.elastic:
             yield TypesApart.name, TypesApart(by=load_policy("symphony", STARTED_WITH["symphony"]))
         for name in self._options.starts:
-            is_part = self._cluster.elastic and not cluster.elastic
-            if name in ("none", "") or (name in SEARCHING and is_part):
-                continue
-            if len(self._workload.models) > SLOW.get(name, len(self._workload.models)):
+            if name in ("none", ""):
                 continue
             started_with = STARTED_WITH.get(name, {})
-            yield name, load_policy(name, started_with)
+            policy = load_policy(name, started_with)
+            most, is_part = policy.abilities.most_models, self._cluster.elastic and not cluster.elastic
+            if (most is not None and len(self._workload.models) > most) or (
+                is_part and not policy.abilities.plans_at_once
+            ):
+                continue
+            yield name, policy
             if name in WITH_NEIGHBOURS and not self.is_large:
                 options = {**started_with, "interference": "contention"}
                 yield f"{name}, with interference", load_policy(name, options)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from tenuto.placement import Cluster, Plan, Policy, Replica, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import MOST_BATCH, ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.demand import HEADROOM, SLIGHT, fluid_of, group_models, room_of
 from tenuto.placement.expectation.outlook import expected_of
-from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
-from tenuto.placement.fleet.traffic_spread import HEADROOM, SLIGHT
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan, planned_gpus
 from tenuto.placement.program import held_mib

@@ -14,7 +14,7 @@ from tenuto.batching.core.step_scheduler import TRIES, StepLimits, emptiest
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.virtual_steps import VirtualSteps
 from tenuto.placement.generates import TokenSlo
-from tenuto.placement.generation_capacity import GeneratingHost, carried
+from tenuto.placement.generation_capacity import RATE_STEP, GeneratingHost, carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import StepCost
 
@@ -24,8 +24,6 @@ _REQUESTS = 3000
 """derived: requests of one trial, or more where more come in `STEADY_SLOS`; it takes a tenth of a second."""
 _MOST_REQUESTS = 30_000
 """limit: requests of one trial; it takes a second."""
-_STEP = 1.1
-"""fitted: the ratio of two rates that are tried; a share may carry as much more than is planned."""
 _FURTHEST = 20
 """limit: rates that are tried above the closed form's and below it, up to seven times it and down to a seventh."""
 _STREAMS = 3
@@ -64,7 +62,7 @@ def _carried_once(
     aim = (1.0 + attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
 
     def is_carried(steps: int, stream: int, part: int = 1) -> bool:
-        tried_rps = rate * _STEP**steps
+        tried_rps = rate * RATE_STEP**steps
         hosts = [GeneratingHost(cost, kv_tokens, 1.0)]
         requests = _enough(spec, tried_rps) // part
         return in_time(spec, hosts, tried_rps, (seed, stream), requests, floor=aim) >= aim
@@ -79,7 +77,7 @@ def _carried_once(
         streams.remove(missed)
         streams.insert(0, missed)  # it is the likeliest to miss the next rate too
         steps -= 1
-    return (0.0, 0) if steps == -_FURTHEST else (rate * _STEP**steps, max(1, round(sequences * _STEP**steps)))
+    return (0.0, 0) if steps == -_FURTHEST else (rate * RATE_STEP**steps, max(1, round(sequences * RATE_STEP**steps)))
 
 
 def served_in_trial(spec: ModelSpec, hosts: Sequence[GeneratingHost], *, attainment: float, seed: int) -> float:

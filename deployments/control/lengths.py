@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from tenuto.deployments.control.interface import ModelSeen
 from tenuto.errors import InvalidInputError
 from tenuto.placement.generates import Generates, Lengths
-from tenuto.placement.generation_capacity import with_lengths
+from tenuto.placement.generation_capacity import RATE_STEP, with_lengths
 from tenuto.placement.planner.task import CHANCE
 from tenuto.placement.workload import ModelSpec
 
-_STEP = 1.1  # derived: the ratio of two rates that trials tell apart
 _RECENT = 0.2  # fitted: the part of the time constant after which a change is told from chance
 
 
@@ -139,7 +138,7 @@ class MeasuredLengths:
 def _stepped(factor: float) -> float:
     """Return the nearest of some factors. Each is another question to the trials of a policy, which take minutes for
     all shares of all GPU types, and know an answer again."""
-    return _STEP ** round(math.log(factor) / math.log(_STEP))
+    return RATE_STEP ** round(math.log(factor) / math.log(RATE_STEP))
 
 
 def as_declared(specs: Iterable[ModelSpec], declared: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:

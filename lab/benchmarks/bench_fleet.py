@@ -26,8 +26,8 @@ from bench_elastic import FASTER, PRICES
 from placement_scenes import NETWORKS, machine, thesis
 
 from tenuto.placement import Cluster, Plan, PolicyUsed, Workload
+from tenuto.placement.demand import ModelGroup, fluid_of, group_models, room_of
 from tenuto.placement.expectation.outlook import MORE
-from tenuto.placement.fleet.demand import ModelGroup, fluid_of, group_models, room_of
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
 from tenuto.profiles import Profile, Profiles
 

@@ -47,8 +47,9 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import node_of
+from tenuto.placement.demand import HEADROOM
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
-from tenuto.placement.fleet.traffic_spread import HEADROOM, Shares
+from tenuto.placement.fleet.traffic_spread import Shares
 from tenuto.placement.plan_edits import on_gpus
 
 LOOK = 15  # minutes

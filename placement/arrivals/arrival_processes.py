@@ -20,7 +20,7 @@ from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.files import csv_rows, parse_number
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.generates import MOST_TOKENS, tokens_of
-from tenuto.plugins import ARRIVALS, cure_of_unknown, entry_point, registered
+from tenuto.plugins import ARRIVALS, cure_of_unknown, load_plugin, registered
 
 Times = NDArray[np.float64]
 _MOST_MS = 1e12  # limit: time of a line in a trace; 31 years
@@ -165,7 +165,7 @@ def process_of(name: str, where: str = "arrival") -> ArrivalProcess:
     if name in PROCESSES:
         return PROCESSES[name]
     try:
-        return cast(ArrivalProcess, entry_point(ARRIVALS, name).load())
+        return cast(ArrivalProcess, load_plugin(ARRIVALS, name))
     except KeyError:
         cure = cure_of_unknown(ARRIVALS, name, (*PROCESSES, *registered(ARRIVALS)))
         raise refused(f"{where}.process", name, "unknown arrival process", cure) from None

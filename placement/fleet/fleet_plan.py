@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.demand import HEADROOM, Kind, ModelGroup, fluid_of, group_models, kind_of, room_of
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.fleet.demand import Kind, ModelGroup, fluid_of, group_models, kind_of, room_of
-from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, Shares, Spread, spread_traffic
+from tenuto.placement.fleet.traffic_spread import CellRoom, Shares, Spread, spread_traffic
 from tenuto.placement.placement_constraints import names_of
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan import Plan, PolicyUsed

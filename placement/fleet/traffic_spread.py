@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.expectation.outlook import MORE
-from tenuto.placement.fleet.demand import Fluid, Kind, ModelGroup
+from tenuto.placement.demand import HEADROOM, SLIGHT, Fluid, Kind, ModelGroup
 from tenuto.placement.placement_constraints import names_of
 
 MOST_CELLS_OF_MODEL = 16  # format: backends that a rule of an HTTPRoute may have
-HEADROOM = 1.0 + MORE  # derived: a promise in full stands so much more load
-SLIGHT = 1e-6  # derived: of a model's rate; sums of shares are rounded
 
 Shares = Mapping[str, Mapping[str, float]]
 """By name of a group and of a cell: which part of the group's rate."""

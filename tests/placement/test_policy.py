@@ -51,6 +51,34 @@ def test_the_documented_policy_runs_from_a_users_package(documented: Path, monke
     sys.modules.pop("my_policies", None)
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import not_installed_here", "importing lacking:Policy failed: .*'not_installed_here'"),
+        ("from lacking.parts import Policy", "importing lacking:Policy failed: .*'lacking.parts'"),
+        ("1 / 0", "importing lacking:Policy failed: ZeroDivisionError"),
+        (None, "unknown policy"),
+    ],
+)
+def test_a_registered_policy_that_cannot_be_imported_says_why(
+    source: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source is not None:
+        (tmp_path / "lacking.py").write_text(f"{source}\n")
+    info = tmp_path / "lacking-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lacking\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tenuto.policies]\nlacking = lacking:Policy\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InvalidInputError, match=words):
+        load_policy("lacking")
+    if source is None:  # as after half an upgrade
+        assert "lacking" not in policy_names()
+    else:
+        with pytest.raises(InvalidInputError, match=words):
+            policy_names()
+
+
 def test_every_policy_has_a_line_and_a_source() -> None:
     known = policy_names()
     assert set(OURS) <= set(known)

@@ -47,7 +47,7 @@ class Ideal(Policy):
     summary = "exhaustive search over all partitions of the GPUs, for small cases"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the ideal scheduler"
     readings = "a model's rest takes turns in one gpu-let, never divided over several; up to max_gpus GPUs"
-    abilities = Abilities(is_interruptible=True)
+    abilities = Abilities(is_interruptible=True, most_models=40, plans_at_once=False)  # limit: it serves half of others
 
     shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU_PCT)
     max_batch: int = option(32, minimum=1)

@@ -65,7 +65,7 @@ class GpuletPolicy(Policy):
         "a free gpu-let below the wanted size carries what it can (smaller=false: none); ours: room is kept for "
         "neighbours"
     )
-    abilities = Abilities(is_interruptible=True)
+    abilities = Abilities(is_interruptible=True, most_models=500)  # limit: with more it takes minutes
 
     interference: str = "none"
     max_partitions: int = option(2, minimum=1)

@@ -8,8 +8,8 @@ import pytest
 
 from tenuto.batching.planning.tenuto_policy import TenutoPolicy
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
-from tenuto.placement.fleet.traffic_spread import HEADROOM, CellRoom, spread_traffic
+from tenuto.placement.demand import HEADROOM, fluid_of, group_models, room_of
+from tenuto.placement.fleet.traffic_spread import CellRoom, spread_traffic
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -13,18 +13,11 @@ import pytest
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, PolicyUsed, Workload, load_policy, solve
-from tenuto.placement.fleet.demand import fluid_of, group_models, room_of
+from tenuto.placement.demand import HEADROOM, fluid_of, group_models, room_of
 from tenuto.placement.fleet.fleet_file import FleetFile, nodes_of
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
 from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
-from tenuto.placement.fleet.traffic_spread import (
-    HEADROOM,
-    MOST_CELLS_OF_MODEL,
-    CellRoom,
-    Spread,
-    after_loss,
-    spread_traffic,
-)
+from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, CellRoom, Spread, after_loss, spread_traffic
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profile, Profiles
 

@@ -73,7 +73,7 @@ class MilpPolicy(Policy):
         shares: limit each gpu-let to its compute requirement instead.
     """
 
-    abilities = Abilities(objectives=("weighted",))
+    abilities = Abilities(objectives=("weighted",), plans_at_once=False)
     compute_metric: str = "achieved_occupancy_pct"
     memory_metric: str = MEMORY
     max_replicas: int | None = option(None, minimum=1)

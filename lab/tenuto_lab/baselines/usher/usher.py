@@ -73,7 +73,7 @@ class Usher(Policy):
         "options for what is left open: pairs, neutral models, order of groups, ties, waiting; ours: contexts "
         "count as memory"
     )
-    abilities = Abilities(objectives=("weighted",), is_interruptible=True)
+    abilities = Abilities(objectives=("weighted",), is_interruptible=True, most_models=500, plans_at_once=False)
 
     compute_metric: str = "achieved_occupancy_pct"
     memory_metric: str = MEMORY

@@ -1,5 +1,5 @@
-"""What a workload takes of a fleet: models that cannot be parted, the GPUs that they need of each kind, and what a GPU
-of a kind is worth where kinds are scarce.
+"""What a workload takes of a cluster or a fleet: models that cannot be parted, the GPUs that they need of each kind,
+and what a GPU of a kind is worth where kinds are scarce.
 
 All of it is a fluid: a model needs its rate times the least GPU time of a request among the batches that its SLO
 allows. Only the planner of a cell knows what whole GPUs carry.
@@ -17,14 +17,16 @@ from itertools import chain
 from tenuto.placement.application import Application
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.components import connected_components
-from tenuto.placement.costs import ModelOnGpu, costs_of
+from tenuto.placement.costs import MOST_BATCH, ModelOnGpu, costs_of
+from tenuto.placement.expectation.outlook import MORE
 from tenuto.placement.generation_capacity import carried, options_of, shares_of, with_lengths
 from tenuto.placement.solver import Rows, linear_program
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 from tenuto.profiles.share_latency import WHOLE_GPU_PCT
 
-_MOST_BATCH = 128  # limit: the largest batch considered, as of every policy
+HEADROOM = 1.0 + MORE  # derived: a promise in full stands so much more load
+SLIGHT = 1e-6  # derived: of a model's rate; sums of shares are rounded
 # Derived: dearer than any GPU that could serve the request, so that a fluid leaves none out that finds room.
 _UNSERVED = 1e3
 
@@ -130,7 +132,7 @@ def request_gpu_s(on: ModelOnGpu, rate_rps: float) -> float:
     request ends in time. With an infinite rate nothing waits: no plan needs less."""
     least_ms = math.inf
     for share_pct in {WHOLE_GPU_PCT, *(point.share_pct for point in on.profile.points)}:
-        for size, batch_ms in enumerate(on.steps(share_pct, _MOST_BATCH)):
+        for size, batch_ms in enumerate(on.steps(share_pct, MOST_BATCH)):
             if size and batch_ms + (size - 0.5) * 1000.0 / rate_rps <= on.slo_ms:
                 least_ms = min(least_ms, batch_ms / size * share_pct / WHOLE_GPU_PCT)
         if least_ms == math.inf and len(alone := on.steps(share_pct, 1)) > 1 and alone[1] <= on.slo_ms:
