@@ -1,5 +1,5 @@
 """What a dispatcher counts and remembers for operators: counts and histograms per model, the last requests that ended,
-events of gpu-lets and plans, and the counts behind the autoscale advice."""
+and events of gpu-lets and plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from statistics import median_high
 
 import msgspec
 
-from tenuto.deployments.dispatch.advice import LiveAdvice
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, TOKEN_TIMES, Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Batch, OpenGeneration, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
@@ -94,13 +93,12 @@ class ModelCounters(ModelCounts, kw_only=True):
 class Counters:
     """Invariant: every submitted request that is no longer open is counted under exactly one outcome or as cancelled.
     A client's request of several samples is one request, which ends with its last sample, or with the first that is
-    refused. What is offline has counters of its own, and no part in the autoscale advice."""
+    refused. What is offline has counters of its own."""
 
     def __init__(self) -> None:
         self.counters: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
         self.offline: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
         self.ended = RequestLog()
-        self.advice = LiveAdvice()
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)  # of gpu-lets and plans, the newest first
 
     def happened(self, what: str, why: str) -> None:
@@ -141,8 +139,6 @@ class Counters:
         sent_ms = executed.sent_ms
         counters.latency_s.add_all([(now_ms - request.arrived_ms) / 1000.0 for request in ended])
         counters.batching_s.add_all([(sent_ms - request.arrived_ms) / 1000.0 for request in ended])
-        if not counters.shadow and not requests[0].offline:
-            self.advice.ended(good=good, bad=count - good)
         self.ended.add_executed(requests, executed, now_ms)
 
     def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
@@ -175,8 +171,6 @@ class Counters:
         counters = self.of(request)
         counters.failed_ms += max(0.0, now_ms - request.arrived_ms)
         counters.count(refused.outcome)
-        if not counters.shadow and not request.offline:
-            self.advice.ended(bad=1)
 
     def generation_submitted(self, generation: OpenGeneration) -> None:
         """Count a generation that is asked for."""
@@ -204,8 +198,6 @@ class Counters:
         counters.latency_s.add((now_ms - generation.arrived_ms) / 1000.0)
         if generation.tokens > 1:
             counters.tpot_s.add(generation.measured_tpot_ms / 1000.0)
-        if not counters.shadow and not generation.offline:
-            self.advice.ended(good=int(is_good), bad=int(not is_good))
         self.ended.add_generated(generation, now_ms)
 
     def generation_refused(self, generation: OpenGeneration, refused: Refused, now_ms: float) -> None:

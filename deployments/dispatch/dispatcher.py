@@ -69,7 +69,6 @@ class Dispatcher:
         self._build_scheduler = build_scheduler
         self._on_change = on_change
         self._max_queued = max_queued
-        self._clock = clock
         self._ids = itertools.count()
         self.way = way or WayMeter()
         self.accounts = Counters()
@@ -115,7 +114,6 @@ class Dispatcher:
         self.accounts.happened(
             "plan applied", f"{len(plan.models)} models on {len(plan.gpulets)} gpu-lets, policy {plan.policy.name}"
         )
-        self.accounts.advice.follow(plan, self._clock())
         self._requests.follow(plan, self._core.scheduler.system)
         self._batches.adopt(plan, standby, now)
         if self._ticker is None:
@@ -126,7 +124,6 @@ class Dispatcher:
         self._on_change()
 
     def _tick(self) -> None:
-        self.accounts.advice.tick(self._clock())
         self._core.tick()
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
@@ -310,7 +307,6 @@ class Dispatcher:
             gpulets=self.gpulets(),
             models=accounts.status(plan, self._requests.count_waiting(), self._waiting_offline()),
             network=self._core.network(),
-            autoscale=accounts.advice.status(self._clock()),
             scheduler=scheduler,
             schedulers=[] if scheduler is None else [scheduler],
             events=list(accounts.events),

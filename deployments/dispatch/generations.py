@@ -121,10 +121,8 @@ class Generations:
         if generated.execution_ms:
             gpulet.busy_ms += generated.execution_ms
             gpulet.batches += 1
-            if (offline := gpulet.offline.total()) > 0:
+            if gpulet.offline.total() > 0:
                 self._accounts.offline_ran(gpulet.offline, len(gpulet.generating), generated.execution_ms)
-            if len(gpulet.generating) > offline:
-                self._accounts.advice.executed(gpulet.id, generated.execution_ms)
         for number, scores in generated.scores:
             if (generation := self._open.get(number)) is not None:
                 generation.asker.scored(scores)

@@ -250,7 +250,6 @@ class SentBatches:
         self._done(gpulet, batch, now)
         # The gpu-let is idle, so the next batch is sent before the answers of this one are taken apart.
         core.wake(now)
-        self._accounts.advice.executed(gpulet.id, ran.execution_ms * batch.online_part)
         if batch.online_part < 1.0:
             offline = Counter(request.name for request in batch.requests if request.offline)
             self._accounts.offline_ran(offline, len(batch.requests), ran.execution_ms)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from msgspec.structs import asdict, replace
 
 from tenuto.deployments.wire.status import (
-    AdviceStatus,
     ApplicationStatus,
     Buckets,
     ControllerStatus,
@@ -26,7 +25,7 @@ from tenuto.placement import Plan
 def combine_dispatchers(
     reports: Sequence[DispatchingStatus], plan: Plan | None, gpulets: Sequence[GpuletStatus]
 ) -> DispatchingStatus:
-    """Return one report: the models and schedulers of all, the largest delays, and the sum of all advice."""
+    """Return one report: the models and schedulers of all, and the largest delays."""
     known = {gpulet.id: gpulet for report in reports for gpulet in report.gpulets}
     networks = [report.network for report in reports if report.network is not None]
     return DispatchingStatus(
@@ -41,7 +40,6 @@ def combine_dispatchers(
         )
         if networks
         else None,
-        autoscale=_sum([report.autoscale for report in reports if report.autoscale is not None]),
         schedulers=[scheduler for report in reports for scheduler in report.schedulers],
         events=sorted((event for report in reports for event in report.events), key=lambda event: -event.at_s),
     )
@@ -116,20 +114,3 @@ def _added(one: Buckets | None, other: Buckets) -> Buckets:
     if one.le != other.le:
         return one
     return Buckets(one.le, [a + b for a, b in zip(one.counts, other.counts, strict=True)], one.sum + other.sum)
-
-
-def _sum(advices: Sequence[AdviceStatus]) -> AdviceStatus | None:
-    if not advices:
-        return None
-    gpus = sum(advice.gpus for advice in advices)
-    requests = sum(advice.requests for advice in advices)
-    bad = sum(advice.bad_rate * advice.requests for advice in advices)
-    return AdviceStatus(
-        gpus=gpus,
-        requests=requests,
-        bad_rate=bad / requests if requests else 0.0,
-        idle_fraction=sum(advice.idle_fraction * advice.gpus for advice in advices) / gpus,
-        delta_gpus=sum(advice.delta_gpus for advice in advices),
-        window_s=max(advice.window_s for advice in advices),
-        unchanged_s=min(advice.unchanged_s for advice in advices),
-    )

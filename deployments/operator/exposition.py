@@ -36,7 +36,6 @@ def render_metrics(status: SystemStatus) -> str:
         _gpulets,
         _delays,
         _gateway,
-        _advice,
         _schedulers,
         _controller,
         _offline,
@@ -256,16 +255,6 @@ def _gateway(status: SystemStatus) -> Iterator[Metric]:
     yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", lambda g: g.started_at_s)
     known = [((status.version,), 1)] if status.version else []
     yield _Rows(("version",), known).gauge("build_info", "1, with the version.", float)
-
-
-def _advice(status: SystemStatus) -> Iterator[Metric]:
-    advice = _Rows((), [] if status.autoscale is None else [((), status.autoscale)])
-    yield advice.gauge("autoscale_gpus", "GPUs in use.", lambda a: a.gpus)
-    yield advice.gauge(
-        "autoscale_delta_gpus", "GPUs to add (positive) or to release (negative) by the advice.", lambda a: a.delta_gpus
-    )
-    yield advice.gauge("autoscale_bad_ratio", "Share of requests not ok in the last window.", lambda a: a.bad_rate)
-    yield advice.gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", lambda a: a.idle_fraction)
 
 
 def _schedulers(status: SystemStatus) -> Iterator[Metric]:

@@ -285,26 +285,6 @@ class NetworkStatus(msgspec.Struct, frozen=True):
     response_ms: float
 
 
-class AdviceStatus(_Told, frozen=True, kw_only=True):
-    """The advice of Symphony §3.5 over the last window. `delta_gpus` > 0: add so many GPUs; < 0: release so many."""
-
-    gpus: int
-    requests: int
-    bad_rate: float
-    idle_fraction: float
-    delta_gpus: int
-    window_s: float
-    unchanged_s: float
-
-    def __str__(self) -> str:
-        delta = self.delta_gpus
-        what = f"add {delta} to" if delta > 0 else f"release {-delta} of" if delta < 0 else "keep"
-        return (
-            f"{what} {self.gpus} GPUs ({self.bad_rate:.1%} of {self.requests} requests bad, "
-            f"GPUs idle {self.idle_fraction:.0%} of the time)"
-        )
-
-
 class Tokens(msgspec.Struct, frozen=True):
     """What became of a generation: tokens of its prompt and of its answer, when the first one came after its arrival,
     and the mean time of each further one."""
@@ -354,7 +334,6 @@ class _Dispatched(_Told, frozen=True, kw_only=True):
     policy: str | None = None
     gpulets: list[GpuletStatus] = []
     network: NetworkStatus | None = None
-    autoscale: AdviceStatus | None = None
     scheduler: SchedulerStatus | None = None
     schedulers: list[SchedulerStatus] = []
     events: list[Event] = []

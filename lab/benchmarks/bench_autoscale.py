@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from scenes import arguments, print_machine, uniform_system, zoo
 from svg_panels import Panel, Series, draw
 
-from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.profiles import LinearLatency
+from tenuto_lab.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
 
 MODELS, MOST_GPUS, FIRST_GPUS = 24, 512, 192
 

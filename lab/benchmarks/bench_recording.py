@@ -1,7 +1,7 @@
 """What recording a request costs in the serving path (wanted: under 50 µs).
 
 Calls, in a loop, everything that the gateway, the dispatcher and the gpu-let do only to record: the log of ended
-requests, the counters, the autoscale advice, the meters of network and execution, the row of the batch, the times in
+requests, the counters, the meters of network and execution, the row of the batch, the times in
 the response's parameters and headers. Batches of one, so that nothing is shared. Printed are the median and the largest
 of several rounds of processor time; other processes on the machine do not count into that.
 
@@ -51,12 +51,10 @@ def _parts() -> dict[str, Callable[[int], Any]]:
     accounts, way, ratios = Counters(), WayMeter(), LatencyRatios()
     plan = synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1)
     accounts.counters[MODEL].follow(plan.models[0], {})
-    accounts.advice.follow(plan, 0.0)
     recent: deque[dict[str, Any]] = deque(maxlen=1024)
 
     def meters(number: int) -> None:
         accounts.batch_sent(batch, None)
-        accounts.advice.executed(GPULET, 9.1)
         way.record_way(0.8 + 0.001 * (number % 7))
         ratios.record(0, 0, 1.0 + 0.001 * (number % 5), 0.01 * number)
 
@@ -67,7 +65,7 @@ def _parts() -> dict[str, Callable[[int], Any]]:
         Shown(executed).told(requests[0], executed)
 
     return {
-        "counters, advice, log of ended": lambda _number: accounts.executed(requests, executed, 112.9),
+        "counters, log of ended": lambda _number: accounts.executed(requests, executed, 112.9),
         "counters, meters of its batch": meters,
         "row of its batch": row_of_the_batch,
         "parameters and headers": parameters_and_headers,

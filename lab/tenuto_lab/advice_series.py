@@ -1,4 +1,4 @@
-"""The autoscale advice over the time of a simulated run: what the dispatcher would have said, window by window."""
+"""The autoscale advice over the time of a simulated run: what Symphony would advise, window by window."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.outcome import Outcome
+from tenuto_lab.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
 
 
 def advice_over_time(result: SimulationResult, options: AutoscaleOptions) -> list[Advice]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.core.system import Host, Model, ScheduledGpulet, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto_lab.advice_series import advice_over_time
+from tenuto_lab.autoscale import AutoscaleOptions
 from tenuto_lab.verbs.advice import command
 from tests.instruments.systems import everywhere_linear
 

@@ -175,8 +175,6 @@ def _print(status: SystemStatus) -> None:
         say(f"turned away at the door: {reasons}; wrong keys: {door.wrong_keys}")
     for line in describe_schedulers(status.schedulers):
         say(f"scheduler: {line}")
-    if status.autoscale is not None:
-        say(f"autoscale advice: {status.autoscale}")
 
 
 def describe_share(share_pct: float | None, given: MpsStatus | None) -> str:

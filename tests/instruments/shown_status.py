@@ -101,15 +101,6 @@ class ShownServer:
                 "turned_away": {"key": 3, "rate": 5},
                 "wrong_keys": 2,
             },
-            "autoscale": {
-                "gpus": 25,
-                "requests": 900,
-                "bad_rate": 0.02,
-                "idle_fraction": 0.3,
-                "delta_gpus": 1,
-                "window_s": 10.0,
-                "unchanged_s": 30.0,
-            },
             "controller": {
                 "mode": "act",
                 "paused": False,

@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 import click
 
-from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.cli.common import printed_as_json
 from tenuto.cli.tables import percent, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto_lab.advice_series import advice_over_time
+from tenuto_lab.autoscale import AutoscaleOptions
 
 
 @click.command("advice", short_help="Scaling advice over the time of a simulated run.")

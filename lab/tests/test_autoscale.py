@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.batching.core.autoscale import AutoscaleAdvisor, AutoscaleOptions, advise
+from tenuto_lab.autoscale import AutoscaleAdvisor, AutoscaleOptions, advise
 
 PAPER = AutoscaleOptions(headroom=0.0)
 
