@@ -38,13 +38,13 @@ def met(url: str) -> bool:
 
 
 def load_and_kill(shared: SharedDeployment, application: str) -> tuple[BenchResult, dict[str, Any]]:
-    """Send 8 s of requests to both models, kill one process of an application after 3 s; each has one outcome."""
+    """Send 4 s of requests to both models, kill one process of an application amid them; each has one outcome."""
     victim = replicas(application)[0]  # of dispatchers the one that schedules
-    timer = threading.Timer(3.0, os.kill, (victim, signal.SIGKILL))
+    timer = threading.Timer(1.5, os.kill, (victim, signal.SIGKILL))
     timer.start()
     try:
         models = [shared.plan.model(name) for name in ASKED]
-        result = run_bench(models, BenchOptions(shared.url, duration_s=8.0, warmup_s=0.0, seed=5, clients=0))
+        result = run_bench(models, BenchOptions(shared.url, duration_s=4.0, warmup_s=0.0, seed=5, clients=0))
     finally:
         timer.cancel()
     models = result.summary["models"]

@@ -86,6 +86,11 @@ class SharedDeployment:
         return self._launcher.base_url
 
     @property
+    def operator_url(self) -> str:
+        """Where they answer operators."""
+        return self._launcher.operator_url
+
+    @property
     def plan(self) -> Plan:
         """What it serves."""
         return _plan(**self._options)
@@ -100,6 +105,7 @@ class SharedDeployment:
                 port=PORT,
                 scheduler="eager",
                 gateways=2,
+                log_json=True,
                 partition={name: int(name in _OF_SECOND_SUB_CLUSTER) for name in _MODELS},
                 gateway_options={"max_body_mib": 4},
             ).config(),

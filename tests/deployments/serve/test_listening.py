@@ -1,4 +1,5 @@
-"""Every listening socket of a running system is known, bound to this machine, and closed to whoever has no token."""
+"""What listens in a running system is closed to whoever has no token, and what it logs is JSON. That every socket is
+known and bound to this machine is a test of `test_live_gateways.py`."""
 
 import http.client
 import json
@@ -7,43 +8,32 @@ from pathlib import Path
 import pytest
 
 from tenuto.deployments.process.ray_token import guard_of
-from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.launcher import Launcher, unused_port
-from tests.instruments.live import bring_up, infer
-from tests.instruments.plans import make_plan
-from tests.instruments.sockets import check_sockets, listening
+from tests.instruments.live import infer
+from tests.instruments.shared_deployment import SharedDeployment
+from tests.instruments.sockets import listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-PORT = unused_port()
+
+@pytest.fixture
+def url(shared_url: str) -> str:
+    return shared_url
 
 
-@pytest.fixture(scope="module")
-def running(launcher: Launcher) -> Launcher:
-    plan = make_plan({"n0/0/a": (100.0, ["synthetic"])}, slo_ms=200.0)
-    bring_up(launcher, Deployment(plan=plan, port=PORT, scheduler="eager", log_json=True).config())
-    return launcher
-
-
-def test_every_socket_is_known_and_of_this_machine_alone(running: Launcher) -> None:
-    assert infer(running.base_url)[0] == 200
-    assert {"ray::ServeReplica:tenuto:gateway", "ray::ServeReplica:gpulet"} <= {each.kind for each in check_sockets()}
-
-
-def test_rays_head_asks_for_the_token(running: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_head_asks_for_the_token(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    del running
+    del url
     address = ray.get_runtime_context().gcs_address
     assert guard_of(address) == "ours"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
     assert guard_of(address) == "theirs"
 
 
-def test_rays_http_takes_no_job_from_a_stranger(running: Launcher) -> None:
+def test_rays_http_takes_no_job_from_a_stranger(url: str) -> None:
     """Whatever of Ray speaks HTTP refuses a job without the token, and at least one does."""
-    del running
+    del url
     kinds = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
     job = "POST", "/api/job_agent/jobs/", b'{"entrypoint": "true"}'
     said = {each: _status(each.port, *job) for each in listening() if each.kind in kinds}
@@ -51,8 +41,8 @@ def test_rays_http_takes_no_job_from_a_stranger(running: Launcher) -> None:
     assert {401, 403} & set(said.values())
 
 
-def test_serves_proxies_lead_nowhere(running: Launcher) -> None:
-    del running
+def test_serves_proxies_lead_nowhere(url: str) -> None:
+    del url
     proxies = [each.port for each in listening() if each.kind == "ray::ProxyActor"]
     for path in ("/v2", "/v2/health/live"):
         assert {_status(port, "GET", path, None) for port in proxies} - {None} == {404}
@@ -71,11 +61,11 @@ def _status(port: int, method: str, path: str, body: bytes | None) -> int | None
         connection.close()
 
 
-def test_logs_are_json_with_one_line_per_event_and_none_per_request(running: Launcher) -> None:
+def test_logs_are_json_with_one_line_per_event_and_none_per_request(url: str) -> None:
     import ray
 
     folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
-    events = {"replica_tenuto_gateway": "is connected", "replica_gpulet": "is ready up to batch 8"}
+    events = {"replica_tenuto_gateway": "is connected", "replica_gpulet-n0-1-a": "is ready up to batch 4"}
 
     def lines_of(kind: str) -> list[dict[str, str]]:
         newest = max(folder.glob(f"{kind}*.log"), key=lambda file: file.stat().st_ctime)
@@ -86,14 +76,15 @@ def test_logs_are_json_with_one_line_per_event_and_none_per_request(running: Lau
         assert any(event in line["message"] for line in before[kind])
         assert all({"levelname", "asctime", "replica"} <= line.keys() for line in before[kind])
     for _ in range(10):
-        assert infer(running.base_url)[0] == 200
+        assert infer(url)[0] == 200
     assert {kind: len(lines_of(kind)) - len(before[kind]) for kind in events} == dict.fromkeys(events, 0)
 
 
-def test_operators_have_a_port_beside_the_clients(running: Launcher) -> None:
-    assert running.operator_url == f"http://127.0.0.1:{PORT + 2}"
-    status = get_json(f"{running.operator_url}/status")
-    assert status["events"][-1]["what"] == "plan applied"
-    (gpulet,) = status["gpulets"]
-    assert gpulet["busy_s"] > 0.0
-    assert get_json(f"{running.operator_url}/v2/health/ready") == {"ready": True}
+def test_operators_have_a_port_beside_the_clients(shared: SharedDeployment, url: str) -> None:
+    assert infer(url)[0] == 200
+    operators = shared.operator_url
+    assert operators == f"http://127.0.0.1:{int(url.rpartition(':')[2]) + 2}"
+    status = get_json(f"{operators}/status")
+    assert "plan applied" in {event["what"] for event in status["events"]}
+    assert max(gpulet["busy_s"] for gpulet in status["gpulets"]) > 0.0
+    assert get_json(f"{operators}/v2/health/ready") == {"ready": True}
