@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["dead_arenas", "functions_of", "replicas", "started"]
 
 _ARENA = "/memfd:tenuto-arena"
-_FUNCTIONS = "tenuto.deployments.entry.service.hook_process"
+_FUNCTIONS = b"\0-m\0tenuto.deployments.entry.service.hook_process\0"
 
 
 def replicas(application: str) -> list[int]:
@@ -22,7 +22,7 @@ def replicas(application: str) -> list[int]:
 
 def functions_of(parent: int) -> list[int]:
     """The processes beside a gateway that run hooks or functions; each leads a group, which ends with it."""
-    return [pid for pid in _all() if _parent(pid) == parent and _FUNCTIONS in _command(pid).decode().split("\0")]
+    return [pid for pid in _all() if _parent(pid) == parent and _FUNCTIONS in _command(pid)]
 
 
 def started(pid: int) -> int:
