@@ -22,7 +22,7 @@ import yaml
 
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import unused_port
-from tests.deployments.serve.test_listening import make_plan
+from tests.instruments.plans import make_plan
 
 _READY_S = 90.0
 _PORTS = (26479, 28475, 28476, 28470)  # above those that Ray gives to its workers
@@ -66,7 +66,8 @@ def _walk(folder: Path, environment: Mapping[str, str]) -> dict[str, tuple[objec
     head, dashboard, agent, port = (unused_port(wished) for wished in _PORTS)
     where = f"http://127.0.0.1:{dashboard}"
     plan = folder / "plan.yaml"
-    plan.write_text(yaml.safe_dump(Deployment(plan=make_plan(), executor="emulated", port=port).config().to_data()))
+    deployment = Deployment(plan=make_plan({"n0/0/a": (100.0, ["synthetic"])}), executor="emulated", port=port)
+    plan.write_text(yaml.safe_dump(deployment.config().to_data()))
     seen["doctor before a token"] = doctor("ray authentication")[1], "ray get-auth-token --generate, before `ray start`"
     run("ray", "get-auth-token", "--generate")
     token = folder / ".ray" / "auth_token"

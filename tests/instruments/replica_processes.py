@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 from pathlib import Path
 
 __all__ = ["dead_arenas", "functions_of", "replicas", "started"]
 
 _ARENA = "/memfd:tenuto-arena"
-_FUNCTIONS = b"\0-m\0tenuto.deployments.entry.service.hook_process\0"
+# Started as a module, or as the relay to one that is forked; the server that forks has the name among its arguments.
+_FUNCTIONS = re.compile(rb"(\0-m\0|/)tenuto\.deployments\.entry\.service\.hook_process(\.py)?\0")
 
 
 def replicas(application: str) -> list[int]:
@@ -22,7 +24,7 @@ def replicas(application: str) -> list[int]:
 
 def functions_of(parent: int) -> list[int]:
     """The processes beside a gateway that run hooks or functions; each leads a group, which ends with it."""
-    return [pid for pid in _all() if _parent(pid) == parent and _FUNCTIONS in _command(pid)]
+    return [pid for pid in _all() if _parent(pid) == parent and _FUNCTIONS.search(_command(pid))]
 
 
 def started(pid: int) -> int:

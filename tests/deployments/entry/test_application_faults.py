@@ -22,6 +22,8 @@ from tests.instruments.live import PATIENCE_S
 from tests.instruments.replica_processes import functions_of
 from tests.instruments.seeds import seeds
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 
 def processes_of_functions() -> set[int]:
     """The processes beside this one that run functions."""

@@ -28,6 +28,7 @@ from tenuto.profiles.networks.model_options import HookOptions
 from tests.deployments.entry.test_gateway import Bench
 from tests.instruments.fake_gpulet import SIGNATURE, make_plan
 from tests.instruments.live import PATIENCE_S
+from tests.instruments.replica_processes import functions_of
 
 NUMBERS = "tests.instruments.own_hooks:Numbers"
 
@@ -47,7 +48,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
+async def bench(quick_workers: None) -> AsyncIterator[Bench]:
     made = Bench()
     await made.start(plan())
     yield made
@@ -280,7 +281,7 @@ async def test_hooks_that_cannot_be_made_are_said_so_and_tensors_still_work(
 async def test_processes_of_hooks_end_with_the_plan_and_with_the_gateway(bench: Bench) -> None:
     async def settled(count: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while len(below()) != count:
+            while len(functions_of(os.getpid())) != count:
                 await asyncio.sleep(0.01)
 
     await bench.follow(plan(processes=3))
@@ -292,17 +293,3 @@ async def test_processes_of_hooks_end_with_the_plan_and_with_the_gateway(bench: 
     await bench.close()
     bench.is_closed = True
     await settled(0)
-
-
-def below() -> list[int]:
-    """The processes of hooks below this one."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            status: Any = (entry / "status").read_text() if command else ""
-        except OSError:
-            continue
-        if b"entry.service.hook_process" in command and f"PPid:\t{os.getpid()}\n" in status:
-            found.append(int(entry.name))
-    return found
