@@ -13,20 +13,15 @@ T = TypeVar("T", bound=Hashable)
 def connected_components(groups: Iterable[Iterable[T]]) -> list[set[T]]:
     """Return the components of some groups, each as the set of its members. Groups with a common member are in one
     component."""
-    above: dict[T, T] = {}  # leads from each member to another of its set; one member of each set leads to itself
-
-    def top(member: T) -> T:
-        while above[member] != member:
-            above[member] = member = above[above[member]]
-        return member
-
+    component_of: dict[T, set[T]] = {}
     for group in groups:
-        tops = [top(above.setdefault(member, member)) for member in group]
-        above.update((other, tops[0]) for other in tops)
-    components: dict[T, set[T]] = {}
-    for member in above:
-        components.setdefault(top(member), set()).add(member)
-    return list(components.values())
+        members = tuple(group)
+        joined = sorted({id(c): c for c in map(component_of.get, members) if c is not None}.values(), key=len)
+        largest = joined.pop() if joined else set[T]()
+        for others in (*joined, members):  # the smaller ones change, so that no member does often
+            largest.update(others)
+            component_of.update(dict.fromkeys(others, largest))
+    return [*{id(component): component for component in component_of.values()}.values()]
 
 
 def members_of(gpulet: Gpulet) -> tuple[Hashable, ...]:
@@ -37,7 +32,10 @@ def members_of(gpulet: Gpulet) -> tuple[Hashable, ...]:
 def connected_with(changed: Iterable[Gpulet], gpulets: Iterable[Gpulet]) -> tuple[Gpulet, ...]:
     """Return those gpu-lets that share GPUs or models with changed ones, directly or through others. What the rest
     serves does not depend on the change."""
-    held, members = [(g, members_of(g)) for g in gpulets], {m for gpulet in changed for m in members_of(gpulet)}
-    together = connected_components(own for _, own in held)
-    connected = members.union(*(each for each in together if not members.isdisjoint(each)))
-    return tuple(gpulet for gpulet, own in held if not connected.isdisjoint(own))
+    apart, members = [(g, members_of(g)) for g in gpulets], {m for gpulet in changed for m in members_of(gpulet)}
+    order, connected = [g for g, _ in apart], set[int]()
+    while near := [(g, own) for g, own in apart if not members.isdisjoint(own)]:
+        members.update(*(own for _, own in near))
+        connected.update(id(g) for g, _ in near)
+        apart = [(g, own) for g, own in apart if id(g) not in connected]
+    return tuple(g for g in order if id(g) in connected)

@@ -32,6 +32,7 @@ class _Row:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self._latency: dict[float, tuple[Latency, ShareRule] | MissingProfileError] = {}
+        self._cut: dict[tuple[float, int], Latency] = {}
         self._steps: dict[tuple[float, int], Steps] = {}
         self._memory: dict[int, float | None] = {}
 
@@ -45,6 +46,12 @@ class _Row:
         if isinstance(latency, MissingProfileError):
             raise latency
         return latency
+
+    def cut(self, share_pct: float, batch_size: int) -> Latency:
+        key = (share_pct, batch_size)
+        if key not in self._cut:
+            self._cut[key] = latency_up_to(self.latency(share_pct)[0], batch_size)
+        return self._cut[key]
 
     def steps(self, share_pct: float, most: int) -> Steps:
         key = (share_pct, most)
@@ -140,7 +147,7 @@ class ModelOnGpu:
 
         Batches above the largest measured one lie on the line through the two largest.
         """
-        return latency_up_to(self._row.latency(share_pct)[0], batch_size)
+        return self._row.cut(share_pct, batch_size)
 
     def by_size(self, share_pct: float, batch_size: int) -> tuple[SizedLatency, ...]:
         """Return l(b) of each size class on a share for the plan: up to the planned batch, or up to the batch of small

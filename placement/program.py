@@ -161,7 +161,7 @@ class Program:
         """Whether the program has several members."""
         return len(self.members) > 1
 
-    @property
+    @cached_property
     def models(self) -> tuple[str, ...]:
         """The names of the members."""
         return tuple(member.name for member in self.members)

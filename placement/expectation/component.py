@@ -73,14 +73,17 @@ class Component:
         self._kinds, self._asked, self._objective = kinds, demands, objective
         self._names = list(dict.fromkeys(p.name for kind in kinds for p in kind.programs if p.name in demands))
         self._batches: list[dict[str, MeanBatch]] = []
+        known: dict[object, MeanBatch | None] = {}  # most kinds of gpu-lets differ in one of many programs
         for kind in kinds:
-            is_alone = len(kind.programs) == 1
-            gathered = {
-                p.name: _gathered(p, demands[p.name], kind.slowdown_of(p), is_alone=is_alone, is_cautious=is_cautious)
-                for p in kind.programs
-                if p.name in demands
-            }
-            self._batches.append({name: batch for name, batch in gathered.items() if batch is not None})
+            gathered, is_alone = dict[str, MeanBatch](), len(kind.programs) == 1
+            for p in (p for p in kind.programs if p.name in demands):
+                slowdown = kind.slowdown_of(p)
+                key = p.name, p.batch_size, id(p.latency), p.slowdown, slowdown, is_alone
+                if key not in known:
+                    known[key] = _gathered(p, demands[p.name], slowdown, is_alone=is_alone, is_cautious=is_cautious)
+                if (batch := known[key]) is not None:
+                    gathered[p.name] = batch
+            self._batches.append(gathered)
         self._times_s = [{name: batch.time_s for name, batch in own.items()} for own in self._batches]
 
     def served_in_time(self) -> ServedInTime:
@@ -118,17 +121,22 @@ class Component:
     def _spread(self) -> Flows:
         """Return all requests, spread over the gpu-lets of their program as others leave them free."""
         hosts = {name: [k for k, own in enumerate(self._times_s) if name in own] for name in self._names}
-        flows = {(name, k): self._asked[name].rate_rps / len(on) for name, on in hosts.items() for k in on}
-        busy = [sum(flows[name, k] * time_s for name, time_s in own.items()) for k, own in enumerate(self._times_s)]
+        times_s = {name: [self._times_s[k][name] for k in on] for name, on in hosts.items()}
+        flows = {name: [self._asked[name].rate_rps / len(on)] * len(on) for name, on in hosts.items()}
+        free = [float(len(kind.gpulets)) for kind in self._kinds]
+        for name, on in hosts.items():
+            for k, rps, time_s in zip(on, flows[name], times_s[name], strict=True):
+                free[k] -= rps * time_s
         for name in _SPREADS * self._names:
-            able_rps = {}
-            for k in hosts[name]:
-                busy[k] -= flows[name, k] * self._times_s[k][name]
-                able_rps[k] = max(NOTHING, len(self._kinds[k].gpulets) - busy[k]) / self._times_s[k][name]
-            for k, rps in able_rps.items():
-                flows[name, k] = self._asked[name].rate_rps * rps / sum(able_rps.values())
-                busy[k] += flows[name, k] * self._times_s[k][name]
-        return flows
+            on, takes_s, rate_rps = hosts[name], times_s[name], self._asked[name].rate_rps
+            for k, rps, time_s in zip(on, flows[name], takes_s, strict=True):
+                free[k] += rps * time_s
+            able_rps = [max(NOTHING, free[k]) / time_s for k, time_s in zip(on, takes_s, strict=True)]
+            per_able = rate_rps / sum(able_rps) if able_rps else 0.0
+            flows[name] = [able * per_able for able in able_rps]
+            for k, rps, time_s in zip(on, flows[name], takes_s, strict=True):
+                free[k] -= rps * time_s
+        return {(name, k): rps for name, on in hosts.items() for k, rps in zip(on, flows[name], strict=True)}
 
     def _lost_among_hosts(self, flows: Flows) -> dict[str, float]:
         """Return the part of their requests that programs lose because these find too much work on all gpu-lets of
@@ -136,19 +144,20 @@ class Component:
         among: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in self._names:
             among[tuple(k for k, own in enumerate(self._times_s) if name in own)].append(name)
+        streams = {
+            (name, k): self._stream(name, flows[name, k], batch)
+            for k, own in enumerate(self._batches)
+            for name, batch in own.items()
+        }
         parts: dict[str, float] = {}
         for own, names in among.items():
             if len(own) in (0, len(self._kinds)):
                 continue
             gpulets = sum(len(self._kinds[k].gpulets) for k in own)
-            streams = {
-                (name, k): self._stream(name, flows[name, k], self._batches[k][name])
-                for k in own
-                for name in self._batches[k]
-            }
-            load = sum(stream.work for stream in streams.values()) / gpulets
-            lost = lost_parts([*streams.values()], (load - used_part(load, [*streams.values()], gpulets)) * gpulets)
-            worst = dict(zip(streams, lost, strict=True))
+            theirs = {(name, k): streams[name, k] for k in own for name in self._batches[k]}
+            load = sum(stream.work for stream in theirs.values()) / gpulets
+            lost = lost_parts([*theirs.values()], (load - used_part(load, [*theirs.values()], gpulets)) * gpulets)
+            worst = dict(zip(theirs, lost, strict=True))
             parts |= {name: max(worst[name, k] for k in own) for name in names}
         return parts
 
@@ -196,6 +205,8 @@ class Component:
             may_wait_ms = self._asked[name].slo_ms - own.latency.at(1) * own.slowdown
             others = [part for other, part in parts.items() if other != name and part[1] > may_wait_ms]
             unblocked *= blocked_part(may_wait_ms, others, len(kind.gpulets))
+            if unblocked <= NOTHING:
+                break
         return unblocked if hosts else 0.0
 
     # --- what the time is used for --------------------------------------------------------------------------------

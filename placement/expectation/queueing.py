@@ -66,15 +66,17 @@ def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
 
     Arrivals are Poisson, or as their index of dispersion says. The result is at most 1 and at most the load.
     """
-    work = sum(stream.work for stream in streams)
+    works, times_s = [stream.work for stream in streams], [stream.batch.time_s for stream in streams]
+    batches_s, work = [stream.batch.latency_ms / 1000.0 for stream in streams], sum(works)
     if load <= 0.0 or work <= 0.0:
         return 0.0
-    variance_s = sum(stream.dispersion * stream.work * stream.batch.time_s for stream in streams) / gpulets**2
+    variance_s = sum(s.dispersion * w * t for s, w, t in zip(streams, works, times_s, strict=True)) / gpulets**2
     # The harmonic mean: a patient program does not help an impatient one.
-    may_wait_s = work / sum(stream.work / max(NO_WAIT_S, stream.may_wait_s) for stream in streams)
-    batch_s = sum(stream.work * stream.batch.latency_ms / 1000.0 for stream in streams) / work
+    waits_s = [max(NO_WAIT_S, stream.may_wait_s) for stream in streams]
+    may_wait_s = work / sum(w / waits for w, waits in zip(works, waits_s, strict=True))
+    batch_s = sum(w * b for w, b in zip(works, batches_s, strict=True)) / work
     # A request that finds the next batch full waits for whole batches: half a batch more on average.
-    others_s = sum(stream.work * (stream.batch.latency_ms / 1000.0 - stream.batch.time_s) for stream in streams) / work
+    others_s = sum(w * (b - t) for w, b, t in zip(works, batches_s, times_s, strict=True)) / work
     patience_s = max(NO_WAIT_S, may_wait_s - 0.5 * others_s / gpulets)
     in_time = 1.0 - _turned_away(load, 2.0 * load * patience_s / variance_s, gpulets)
     # Gpu-lets of one program run out of phase, so one becomes free within part of a batch.
@@ -94,8 +96,10 @@ def lost_parts(streams: Sequence[Stream], lost: float) -> list[float]:
 
     The parts are in proportion to GPU time per request, divided by how long it may wait and what it counts, at most 1.
     """
-    per_part = [s.batch.time_s / max(NO_WAIT_S, s.may_wait_s) / max(1e-9, s.weight) for s in streams]
     parts = [0.0] * len(streams)
+    if lost <= 0.0:
+        return parts
+    per_part = [s.batch.time_s / max(NO_WAIT_S, s.may_wait_s) / max(1e-9, s.weight) for s in streams]
     left, rest = lost, [index for index, stream in enumerate(streams) if stream.work > 0.0]
     while rest and left > 0.0:  # programs lost whole leave more to the rest
         scale = left / sum(streams[index].work * per_part[index] for index in rest)

@@ -3,6 +3,7 @@ its band. Cells are planned in parallel processes. What runs is the start of eve
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 from collections import Counter, defaultdict
@@ -245,6 +246,7 @@ _work: tuple[Sequence[_Job], FleetTask] | None = None  # of a worker process, wh
 def _begin(jobs: Sequence[_Job], task: FleetTask) -> None:
     global _work
     _work = jobs, task
+    gc.freeze()  # what is inherited stays, so that the collector need not look at it each time
 
 
 def _work_on(index: int) -> Plan:
