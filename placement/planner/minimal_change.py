@@ -3,7 +3,7 @@ policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, refused
@@ -29,16 +29,16 @@ def changes_of(old: Plan, plan: Plan) -> int:
     return len(not_ready(old, renamed(plan, old)))
 
 
-def plan_from_what_runs(task: PlanTask) -> Plan | None:
+def plan_from_what_runs(task: PlanTask) -> tuple[Plan | None, Sequence[Plan]]:
     """Return what runs, with the replicas that it lacks, where that promises all that can be asked for: the policy need
     not plan. None: it does not, or only the policy's plan from nothing can tell, as on an elastic cluster, of
-    applications, and where that plan is the measure."""
+    applications, and where that plan is the measure. Return also what was tried."""
     if task.replaced.promises == "anew" or task.cluster.elastic or task.workload.applications:
-        return None
+        return None, ()
     return _MinimalChange(task, None).from_what_runs()
 
 
-def plan_with_fewest_changes(task: PlanTask, anew: Plan) -> Plan:
+def plan_with_fewest_changes(task: PlanTask, anew: Plan, tried: Sequence[Plan] = ()) -> Plan:
     """Return the plan that promises every model as much as the task asks with the fewest changes of what runs, then at
     the lowest price. When changes are limited, it lacks as little as possible. Its last note says what staying near
     costs.
@@ -50,17 +50,18 @@ def plan_with_fewest_changes(task: PlanTask, anew: Plan) -> Plan:
         task: with a running plan. Its gpu-lets outside the cluster are gone. The trial of a policy that promises what
             trials serve also judges plans near it.
         anew: the policy's plan of the task from nothing.
+        tried: what runs, and that with more replicas, as `plan_from_what_runs` tried them.
 
     Raises:
         InvalidInputError: keeping what runs already takes more changes.
     """
-    return _MinimalChange(task, anew).best()
+    return _MinimalChange(task, anew, tried).best()
 
 
 class _MinimalChange:
     """Finishes candidates near a running plan, and judges them by what they lack and change."""
 
-    def __init__(self, task: PlanTask, anew: Plan | None) -> None:
+    def __init__(self, task: PlanTask, anew: Plan | None, tried: Sequence[Plan] = ()) -> None:
         running, cluster = task.replaced, task.cluster
         old, at_most = running.plan, running.most_changes
         gpus = cluster.gpus if anew is None else _gpus(old, anew, cluster)
@@ -89,20 +90,25 @@ class _MinimalChange:
         self._least_rps = {
             name: (min(full, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
         }
+        # Replicas were sought for full promises. Where the policy promises less, fewer of them may do.
+        self._tried = tried if all(part >= IN_FULL - 2.0 * SLIGHT for part in self._parts.values()) else ()
         growth = tuple(dict.fromkeys(types.values())) if cluster.elastic else ()
         self._losses, self._trial = task.trial, task.trial if task.policy.abilities.tries_plans else None
         runs = replace(running, plan=self._kept, growth=growth)
         self._task = replace(task, trial=None, running=runs)
         self._source = Candidates(self._task.on(Cluster.of(gpus)))
 
-    def from_what_runs(self) -> Plan | None:
-        """Return what runs, else what runs with more replicas, with the note; None where that lacks anything."""
+    def from_what_runs(self) -> tuple[Plan | None, Sequence[Plan]]:
+        """Return what runs, else what runs with more replicas, with the note; None where that lacks anything. Return
+        also what was tried."""
+        tried = []
         for plan in self._with_what_runs():
+            tried.append(plan)
             rank = self._rank(plan)
             is_allowed = self._at_most is None or changes_of(self._old, plan) <= self._at_most
             if is_allowed and not rank.lacking_rps and not rank.unmet_wishes:
-                return self._settled(plan)
-        return None
+                return self._settled(plan), tried
+        return None, tried
 
     def best(self) -> Plan:
         """Return the best plan, with the note."""
@@ -132,7 +138,7 @@ class _MinimalChange:
         yield from self._finished(self._kept, self._most_replicas)
 
     def _candidates(self) -> Iterator[Plan]:
-        yield from self._with_what_runs()
+        yield from self._tried or self._with_what_runs()
         if self._made_anew is not None:
             yield self._made_anew
         if self._at_most is None:

@@ -38,7 +38,8 @@ def make_plan(task: PlanTask) -> Plan:
     if not task.workload.applications:
         if task.running is None:
             return plan_anew(task)
-        return plan_from_what_runs(task) or plan_with_fewest_changes(task, plan_anew(task))
+        plan, tried = plan_from_what_runs(task)
+        return plan or plan_with_fewest_changes(task, plan_anew(task), tried)
     splits = candidate_splits(task.workload, task.cluster, task.profiles)
     is_fixed_cost = all(spec.generates is None for spec in task.workload.models)
     if task.policy.abilities.splits_deadlines and is_fixed_cost:
