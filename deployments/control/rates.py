@@ -5,12 +5,15 @@ that mean, it starts anew from them. So a rate that triples is known within two 
 well. The planned rate is one that a second exceeds only as often as requests may be lost. When rates rise, it is the
 rate to come by the time the plan can be ready; when they fall, the highest of the last `settle_s`. So plans grow early
 and shrink late.
+
+Requests of a model that generates wait for seconds, and plans carry its mean. A jump from which its rate comes back
+within `average_s` was a burst: the mean goes on from before it, and the need of that time is forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
@@ -46,14 +49,43 @@ class RatesMemory:
     dispersion: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass
+class _Jump:
+    """A jump of a rate that may be a burst: its time, the index of dispersion with which it would be no jump, what has
+    arrived since then, and the mean as if there were none with the seconds behind it."""
+
+    at_s: float
+    dispersion: float
+    mean_rps: float
+    seconds: float
+    arrived: float = 0.0
+
+    def explains(self, arrived: float, seconds: float) -> bool:
+        """Return whether requests of the last seconds can have come from the mean as if there were none."""
+        surprise = _surprise(np.array(arrived), np.array(max(1e-3, self.mean_rps) * seconds))
+        return bool(surprise <= FALSE_ALARM * max(1.0, self.dispersion))
+
+
+def _surprise(arrived: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the logarithm of the likelihood ratio of what arrived, from any Poisson rate over the expected one."""
+    surprise: NDArray[np.float64] = arrived * np.log(np.maximum(arrived, 1.0) / expected) - (arrived - expected)
+    return surprise
+
+
 class Rates:
     """Estimates for a set of models. Call `observe` once per look, with what arrived since the last one."""
 
     def __init__(
-        self, declared_rps: Mapping[str, float], settings: RateSettings, target: float, memory: RatesMemory
+        self,
+        declared_rps: Mapping[str, float],
+        settings: RateSettings,
+        target: float,
+        memory: RatesMemory,
+        *,
+        generating: Collection[str] = (),
     ) -> None:
         """Start from declared rates and what an earlier process remembered. `target`: wanted attainment, which says how
-        often a second may exceed the planned rate."""
+        often a second may exceed the planned rate. `generating`: the models that generate."""
         self._average_s, self._settle_s, self._floor_rps = settings.average_s, settings.settle_s, settings.floor_rps
         self._quantile = NormalDist().inv_cdf(target)
         self._names: tuple[str, ...] = ()
@@ -61,9 +93,12 @@ class Rates:
         self._recent: deque[tuple[float, NDArray[np.float64]]] = deque()  # (seconds, arrivals) of the last looks
         self._needs: deque[_Need] = deque()  # the last `settle_s`, newest last
         self._now_s = 0.0
-        self.set_models(declared_rps, memory)
+        self._jumps: dict[str, _Jump] = {}
+        self.set_models(declared_rps, memory, generating=generating)
 
-    def set_models(self, declared_rps: Mapping[str, float], memory: RatesMemory | None = None) -> None:
+    def set_models(
+        self, declared_rps: Mapping[str, float], memory: RatesMemory | None = None, *, generating: Collection[str] = ()
+    ) -> None:
         """Estimate these models from now on; models that stay keep their estimates."""
         known = memory or self.memory()
         names = tuple(declared_rps)
@@ -85,7 +120,10 @@ class Rates:
                 _Need(old.until_s, *(moved(values, other) for values, other in zip(old[1:], new[1:], strict=True)))  # type: ignore[arg-type]
                 for old in self._needs
             )
-        self._names = names
+        self._names, self._generating = names, frozenset(generating)
+        averages_s = (max(self._average_s, BURST_MEMORY_S) if name in generating else self._average_s for name in names)
+        self._averages_s = np.array([*averages_s])
+        self._jumps = {name: jump for name, jump in self._jumps.items() if name in self._generating}
 
     def observe(self, now_s: float, seconds: float, arrived: Mapping[str, int]) -> list[str]:
         """Add what arrived in the `seconds` up to now; return the models whose rate has jumped."""
@@ -96,9 +134,9 @@ class Rates:
         while held - self._recent[0][0] >= self._average_s:
             held -= self._recent.popleft()[0]
         second_s, in_second = self._last_second()
-        expected = self._mean * second_s
-        self._seconds = np.minimum(self._average_s, self._seconds + seconds)
+        self._seconds = np.minimum(self._averages_s, self._seconds + seconds)
         jumped = self._restart_where_changed()
+        expected = self._mean * second_s
         steady = ~jumped & (expected > 0) & (self._seconds >= second_s - 1e-6)
         weight = min(1.0, seconds / BURST_MEMORY_S)
         sample = (in_second - expected) ** 2 / np.maximum(expected, 1e-9)
@@ -106,6 +144,7 @@ class Rates:
         step = np.minimum(1.0, seconds / self._seconds)
         self._mean[~jumped] += (step * (counts / seconds - self._mean))[~jumped]
         self._lagged = np.where(jumped, self._mean, self._lagged + step * (self._mean - self._lagged))
+        self._follow_jumps(seconds, counts)
         self._remember(now_s)
         return [name for name, has in zip(self._names, jumped, strict=True) if has]
 
@@ -122,18 +161,47 @@ class Rates:
     def _restart_where_changed(self) -> NDArray[np.bool_]:
         """When chance does not explain the last seconds, start the mean anew from them, from as many as make a change
         likeliest (generalised likelihood ratio of a Poisson rate, divided by the dispersion)."""
-        seconds = np.cumsum([length for length, _ in reversed(self._recent)])[:, None]
+        lengths = np.cumsum([length for length, _ in reversed(self._recent)])[:, None]
         total = np.cumsum([counts for _, counts in reversed(self._recent)], axis=0)
-        expected = np.maximum(self._mean, 1e-3) * seconds
-        ratio = total * np.log(np.maximum(total, 1.0) / expected) - (total - expected)
-        ratio[seconds > self._seconds + 1e-6] = 0.0  # from before the mean last started anew
+        ratio = _surprise(total, np.maximum(self._mean, 1e-3) * lengths)
+        ratio[lengths > self._seconds + 1e-6] = 0.0  # from before the mean last started anew
         best = ratio.argmax(axis=0)
         each = np.arange(len(self._names))
-        jumped: NDArray[np.bool_] = ratio[best, each] / np.maximum(1.0, self._dispersion) > FALSE_ALARM
-        length = seconds[best, 0]
-        self._mean = np.where(jumped, total[best, each] / length, self._mean)
+        surprise, latest, length = ratio[best, each], total[best, each], lengths[best, 0]
+        jumped: NDArray[np.bool_] = surprise / np.maximum(1.0, self._dispersion) > FALSE_ALARM
+        for model in np.flatnonzero(jumped).tolist():
+            name, before = self._names[model], self._mean[model]
+            if (jump := self._jumps.get(name)) is not None and jump.explains(latest[model], length[model]):
+                self._forget(model, self._jumps.pop(name))
+                jumped[model] = False
+            elif jump is None and name in self._generating and latest[model] > before * length[model]:
+                self._jumps[name] = _Jump(self._now_s, surprise[model] / FALSE_ALARM, before, self._seconds[model])
+        self._mean = np.where(jumped, latest / length, self._mean)
         self._seconds = np.where(jumped, length, self._seconds)
         return jumped
+
+    def _follow_jumps(self, seconds: float, counts: NDArray[np.float64]) -> None:
+        """Follow the means as if no rate had jumped. What lasts longer than `average_s` is no burst."""
+        for name, jump in [*self._jumps.items()]:
+            model, since_s = self._names.index(name), self._now_s + seconds - jump.at_s
+            jump.arrived += counts[model]
+            jump.seconds = min(BURST_MEMORY_S, jump.seconds + seconds)
+            jump.mean_rps += seconds / jump.seconds * (counts[model] / seconds - jump.mean_rps)
+            if since_s > self._average_s:
+                del self._jumps[name]
+                if jump.explains(jump.arrived, since_s):
+                    self._forget(model, jump)
+
+    def _forget(self, model: int, burst: _Jump) -> None:
+        """Go on as if a rate had not jumped; one more burst as large is no jump."""
+        self._mean[model] = self._lagged[model] = burst.mean_rps
+        self._seconds[model] = burst.seconds
+        self._dispersion[model] = max(self._dispersion[model], burst.dispersion)
+        need = self._need(np.maximum(self._floor_rps, self._mean))
+        for old in self._needs:
+            if old.until_s >= burst.at_s + self._settle_s:
+                for values, now in zip(old[1:], need[1:], strict=True):
+                    values[model] = now[model]
 
     def _need(self, mean: NDArray[np.float64]) -> _Need:
         """Return what a mean rate needs; the mean's uncertainty adds to how much a second varies."""
@@ -145,7 +213,7 @@ class Rates:
         """Return the mean `ahead_s` from now where it rises, else the mean (Brown's double exponential smoothing: the
         average lags by what its own average lags behind it)."""
         lag = np.maximum(0.0, self._mean - self._lagged)
-        ahead: NDArray[np.float64] = np.maximum(self._floor_rps, self._mean + lag * (1.0 + ahead_s / self._average_s))
+        ahead: NDArray[np.float64] = np.maximum(self._floor_rps, self._mean + lag * (1.0 + ahead_s / self._averages_s))
         return ahead
 
     def _remember(self, now_s: float) -> None:
