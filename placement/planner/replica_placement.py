@@ -501,7 +501,7 @@ class _ReplicaAdder:
             if option.weights_mib is None and others:
                 continue
             together = [*(each for each in unit if each is not None), option]
-            rates = [*(g.models[0].rate_rps or 0.0 for g in writing), 0.0]
+            rates = [*(g.models[0].rate_rps or 0.0 for g in writing), option.rate_rps]
             if len(together) <= len(unit):
                 continue  # what lies there is not known
             part = 1.0 - fixed_mib / known.memory_mib

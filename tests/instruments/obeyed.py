@@ -24,5 +24,7 @@ def assert_obeys(plan: Plan) -> None:
         if spec.name not in plan.unserved_reasons:
             assert len(hosts) > 1
             assert min(left) >= 0.989 * spec.survive * plan.expected.models[spec.name].goodput_rps
+    writing = [replica for gpulet in plan.gpulets for replica in gpulet.models if replica.steps is not None]
+    assert all(replica.planned_rps > 0.0 for replica in writing)  # the emptiest for its planned rate is asked
     held = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
     assert held | {*plan.unserved} == {spec.name for spec in plan.models}
