@@ -3,7 +3,9 @@
 Fleet and models are those of `bench_fleet`, on average `--load` of what all GPUs cost by the fluid. The rate of each
 model follows the sum of its part of the functions of `azure_like`, minute by minute; `--swing` is theirs. At
 `--doubling` of the day a tenant with a twentieth of the models asks for twice as much. The day before was the same.
-With `--failures` nodes end, on average so many times a day each: drawn times, for good.
+With `--failures` nodes end, on average so many times a day each at drawn times, and are back, empty, after `--back`
+minutes; several numbers make a run each. With `--survive` models ask for `spread: rack, survive: 1`, where each node is
+a rack.
 
 A step is made every `--every` minutes, a minute after a loss, and when a model was asked in the last minute for more
 than the plan stands, which is `HEADROOM` times what it was made for. It takes each model's highest rate of the last
@@ -15,8 +17,8 @@ as much as any other. In each the traffic of every cell is simulated request by 
 that minute. The rest is a fluid: of each model all that plans stand, and of a cell that is asked for more what the
 planner's formulas expect. The attainment of a model is that of the fluid over all minutes, and added to it what the
 simulated seconds differ from the fluid of the same seconds. `--full` simulates every second of every minute. The minute
-of a failure is simulated whole, apart, and is no part of the attainment. With `--slower` batches take so many times as
-long, SLOs are as much longer, and rates as much lower: fewer requests for as many GPUs.
+of a failure, soon after its beginning, is simulated whole, apart, and is no part of the attainment. With `--slower`
+batches take so many times as long, SLOs are as much longer, and rates as much lower: fewer requests for as many GPUs.
 
 Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of five minutes,
 of every `--clairvoyant`th five minutes; what runs meanwhile is what it is compared with.
@@ -30,7 +32,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +52,6 @@ from tenuto.placement.cluster import node_of
 from tenuto.placement.demand import HEADROOM
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.fleet.traffic_spread import Shares
-from tenuto.placement.plan_edits import on_gpus
 
 LOOK = 15  # minutes
 SLOT = 5  # minutes that a clairvoyant plan is for
@@ -63,7 +64,7 @@ Numbers = NDArray[np.float64]
 @dataclass
 class Day:
     """What a day came to. By model: requests, those that the fluid serves, and of the simulated seconds requests, those
-    in time and those that the fluid serves. `failures` has the lost part of the worst model in each minute of one."""
+    in time and those that the fluid serves. `failures` has the requests and those lost in each minute of one."""
 
     offered: Numbers
     fluid: Numbers
@@ -73,7 +74,7 @@ class Day:
     gpu_h: float = 0.0
     cost: float = 0.0
     requests: int = 0
-    failures: list[float] = field(default_factory=list)
+    failures: list[tuple[Numbers, Numbers]] = field(default_factory=list)
 
     @classmethod
     def of(cls, models: int) -> Day:
@@ -87,6 +88,19 @@ class Day:
             differs = np.nan_to_num((self.in_time - self.sampled_fluid) / self.sampled)
             result: Numbers = np.clip(self.fluid / self.offered + differs, 0.0, 1.0)
         return result
+
+    def after_failures(self) -> str:
+        """Return in words what the minutes of failures lost."""
+        if not self.failures:
+            return ""
+        sent, lost = (np.concatenate(each) for each in zip(*self.failures, strict=True))
+        parts = np.divide(lost, sent, out=np.zeros_like(sent), where=sent > 0.0)
+        worst = int(parts.argmax())
+        return (
+            f"; {len(self.failures)} nodes lost: of their minutes' requests {lost.sum() / sent.sum():.3%}, of the "
+            f"worst model {parts[worst]:.2%} ({lost[worst]:.0f} of {sent[worst]:,.0f}), more than 1 % in "
+            f"{int((parts > 0.01).sum())} of {int((sent > 0.0).sum())} minutes of a model"
+        )
 
     def lost(self, at_end: Day) -> float:
         """Return the requests not in time so far, where each simulated one stands for as many as at the day's end."""
@@ -135,9 +149,10 @@ class Running:
         lost: frozenset[str] = frozenset(),
         warm_up_s: float = WARM_UP_S,
     ) -> tuple[Numbers, Numbers]:
-        """Return by model the requests and those in time of so many seconds. The GPUs `lost` end as these begin.
-        Requests to a cell that has no such model are late."""
-        offered, in_time, losses = np.zeros(len(names)), np.zeros(len(names)), ((warm_up_s, lost),) if lost else ()
+        """Return by model the requests and those in time of so many seconds. The GPUs `lost` end `warm_up_s` after
+        these begin. Requests to a cell that has no such model are late."""
+        losses = ((2.0 * warm_up_s, lost),) if lost else ()
+        offered, in_time = np.zeros(len(names)), np.zeros(len(names))
         for number, (cell, plan) in enumerate(self.plans.items()):
             sent = {name: self.traffic.get(name, {}).get(cell, 0.0) * float(rates[at]) for at, name in enumerate(names)}
             hosted = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
@@ -195,41 +210,47 @@ def at_rates(scene: Scene, rates: Numbers) -> Scene:
     return replace(scene, workload=scene.workload.model_copy(update={"models": models}))
 
 
-def without(scene: Scene, node: str) -> Scene:
-    """Return the scene without a node."""
+def without(scene: Scene, nodes: Collection[str]) -> Scene:
+    """Return the scene without some nodes."""
     cells = []
     for cell in scene.cells:
-        left = [gpu for gpu in cell.cluster.gpus if node_of(gpu.id) != node]
+        left = [gpu for gpu in cell.cluster.gpus if node_of(gpu.id) not in nodes]
         cells.append(replace(cell, cluster=Cluster.of(left)))
     return replace(scene, cells=tuple(cells))
 
 
-def failures(scene: Scene, per_day: float, minutes: int, rng: np.random.Generator) -> dict[int, str]:
+def failures(scene: Scene, per_day: float, back: float, minutes: int, rng: np.random.Generator) -> dict[int, str]:
     """Return the nodes that end, by minute; one in a minute at most."""
-    nodes = sorted({node_of(gpu.id) for gpu in scene.joint.gpus})
-    at = {node: rng.exponential(MINUTES / per_day) for node in nodes} if per_day else {}
-    return {int(minute): node for node, minute in at.items() if 1 <= minute < minutes - 1}
+    found: dict[int, str] = {}
+    for node in sorted({node_of(gpu.id) for gpu in scene.joint.gpus}) if per_day else ():
+        at = rng.exponential(MINUTES / per_day)
+        while at < minutes - 1:
+            if at >= 1:
+                found.setdefault(int(at), node)
+            at += back + rng.exponential(MINUTES / per_day)
+    return found
 
 
-def run(seed: int, given: argparse.Namespace) -> None:
-    """Print the figures of a seed."""
+def run(seed: int, failures_per_day: float, given: argparse.Namespace) -> None:
+    """Print the figures of a seed, where nodes end so often."""
     scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=False, slower=given.slower)
+    if given.survive:
+        asking = [spec.model_copy(update={"spread": "rack", "survive": 1.0}) for spec in scene.workload.models]
+        scene = replace(scene, workload=scene.workload.model_copy(update={"models": tuple(asking)}))
     names, gpus = [spec.name for spec in scene.workload.models], len(scene.joint.gpus)
     minutes = round(given.hours * 60)
     rates = demand(scene, seed, given.doubling, given.swing)
     rng = np.random.default_rng(seed)
-    lost = failures(scene, given.failures, minutes, rng)
+    lost = failures(scene, failures_per_day, given.back, minutes, rng)
     peak, _ = planned(at_rates(scene, rates[:minutes].max(axis=0)), {}, given.policy)
     day, running, since = Day.of(len(names)), Running(), time.process_time()
     drawn = _drawn(minutes, 60.0 if given.full else given.windows, rng)
     plan_s, short, seen = 0.0, 0, list[Seen]()
     own, clairvoyant, start, steps, used = 0.0, 0.0, 0, 0, np.zeros(minutes)
     while start < minutes:
-        if start - 1 in lost:
-            scene = without(scene, lost[start - 1])
-            running.plans = {name: _left(plan, lost[start - 1]) for name, plan in running.plans.items()}
+        gone = {node for minute, node in lost.items() if minute < start <= minute + given.back}
         asked = rates[range(start - LOOK, start)].max(axis=0)
-        done, took = planned(at_rates(scene, asked), running.plans, given.policy)
+        done, took = planned(at_rates(without(scene, gone), asked), running.plans, given.policy)
         running = Running({**running.plans, **done.plans}, done.traffic)
         plan_s, short, steps = plan_s + took.wall_s, short + bool(done.spread.lacking), steps + 1
         ends = (m for m in range(start + 1, minutes) if _is_due(m, rates[m - 1], asked, given.every, lost))
@@ -253,11 +274,12 @@ def run(seed: int, given: argparse.Namespace) -> None:
             day.requests += int(offered.sum())
         for minute in range(start, end):
             if minute in lost:
-                gone = frozenset(
+                ended = frozenset(
                     g.id for plan in running.plans.values() for g in plan.gpus if node_of(g.id) == lost[minute]
                 )
-                offered, in_time = running.simulated(names, rates[minute], 60.0, seed * MINUTES + minute, gone)
-                day.failures.append(float(np.nanmax(1.0 - in_time / np.where(offered, offered, np.nan))))
+                draws, warm_up_s = seed * MINUTES + minute, given.slower * WARM_UP_S
+                offered, in_time = running.simulated(names, rates[minute], 60.0, draws, ended, warm_up_s)
+                day.failures.append((offered, offered - in_time))
         good = day.attainments()
         print(
             f"{end / 60:5.2f} h: {steps} steps, {running.gpus} GPUs, {len(done.plans)} cells planned, "
@@ -277,14 +299,15 @@ def run(seed: int, given: argparse.Namespace) -> None:
     static = sum(p.expected.gpus_used for p in peak.plans.values()) * minutes / 60.0
     lacking = f", {len(peak.spread.lacking)} models lack room there" if peak.spread.lacking else ""
     print(
-        f"seed {seed}: {given.hours:g} h of {gpus} GPUs, {len(names)} models, {steps} steps "
+        f"seed {seed}, {failures_per_day:g} failures of a node a day: {given.hours:g} h of {gpus} GPUs, "
+        f"{len(names)} models, {steps} steps "
         f"({plan_s:.0f} s of planning, {time.process_time() - since:.0f} CPU s of this process); {day.requests:,} of "
         f"{day.offered.sum():,.0f} requests simulated; in time {_all(day, attained):.3%}, worst model {names[worst]} "
         f"{attained[worst]:.2%} ({day.offered[worst]:,.0f} requests), {int((attained < 0.99).sum())} below 99 %; "
         f"{short} steps lacked room; GPU-hours {day.gpu_h:,.1f} ({day.cost:,.0f} $), {day.gpu_h / static:.3f} of a "
         f"static plan for the peak{lacking}"
         + (f", {own / clairvoyant:.3f} of the clairvoyant one" if clairvoyant else "")
-        + (f"; {len(day.failures)} nodes lost, worst model loses {max(day.failures):.2%}" if day.failures else ""),
+        + day.after_failures(),
         flush=True,
     )
     if given.svg:
@@ -305,12 +328,6 @@ def _is_due(minute: int, last: Numbers, asked: Numbers, every: int, lost: Mappin
 def _all(day: Day, attained: Numbers) -> float:
     """Return the part of all requests that is in time."""
     return float(np.nansum(attained * day.offered) / day.offered.sum())
-
-
-def _left(plan: Plan, node: str) -> Plan:
-    """Return what is left of a plan without a node."""
-    gpus = tuple(gpu for gpu in plan.gpus if node_of(gpu.id) != node)
-    return on_gpus(plan, gpus).model_copy(update={"gpus": gpus})
 
 
 def _draw(path: Path, title: str, seen: Sequence[Seen]) -> None:
@@ -334,12 +351,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hours": 24.0,
         "load": 0.4,
         "doubling": 0.6,
-        "failures": 0.0,
+        "back": 60.0,
         "windows": 12.0,
         "seconds": 2.0,
         "slower": 1.0,
     }.items():
         parser.add_argument(f"--{name}", type=float, default=number)
+    parser.add_argument("--failures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--survive", action="store_true", help="models survive the loss of a rack")
     parser.add_argument("--swing", type=float, help="every function follows the time of day so much")
     parser.add_argument("--policy", default="symphony")
     parser.add_argument("--full", action="store_true", help="simulate every second")
@@ -347,7 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     print(machine("numpy", "highspy"))
     for seed in range(given.first_seed, given.first_seed + given.seeds):
-        run(seed, given)
+        for failures_per_day in given.failures:
+            run(seed, failures_per_day, given)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import gc
 import math
 import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +19,11 @@ from tenuto.placement.demand import HEADROOM, Kind, ModelGroup, fluid_of, group_
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.fleet.traffic_spread import CellRoom, Shares, Spread, spread_traffic
-from tenuto.placement.placement_constraints import names_of
+from tenuto.placement.placement_constraints import bearable, names_of
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan import Plan, PolicyUsed
-from tenuto.placement.plan_edits import drained
-from tenuto.placement.planner import PlanTask, RunningPlan, make_plan, plan_on_fewest
+from tenuto.placement.plan_edits import drained, with_the_rest
+from tenuto.placement.planner import PlanTask, RunningPlan, in_turns, make_plan, plan_on_fewest
 from tenuto.placement.policy import load_policy
 from tenuto.placement.workload import ModelSpec, Workload, lacking
 from tenuto.profiles import Profiles
@@ -86,7 +86,7 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
     done: dict[str, tuple[Workload, Plan | None]] = {}
     spread = spread_traffic(groups, rooms, fluid, running, at_most=task.at_most)
     for left in reversed(range(_ROUNDS)):
-        parts = _parts_of(task.workload, groups, spread.planned, task.cells)
+        parts = [*_parts_of(task.workload, groups, spread.planned, task.cells)]
         jobs = [
             _Job(cell, before[cell.name], part, spread.used[cell.name])
             for cell, part in zip(task.cells, parts, strict=True)
@@ -104,6 +104,7 @@ def plan_fleet(task: FleetTask) -> FleetPlan:
         if again.traffic == spread.traffic:
             break
         spread = again
+    spread = replace(spread, unmet={**spread.unmet, **_nothing_survives(parts, task.cells)})
     if not running:  # the spreads before were none that runs
         spread = replace(spread, moved=0.0, givers=frozenset())
     changed = {name: plan for name, (_, plan) in done.items() if plan is not None}
@@ -200,6 +201,17 @@ def _part_of(workload: Workload, laid: Sequence[tuple[ModelGroup, float]], cell:
     return workload.model_copy(update=update)
 
 
+def _nothing_survives(parts: Iterable[Workload], cells: Iterable[CellState]) -> dict[str, str]:
+    """Return by model why it will not survive as it asks in a cell of which too little is left."""
+    unmet = {}
+    for part, cell in zip(parts, cells, strict=True):
+        survive = {spec.name: spec.survive for spec in bearable(part, cell.cluster.gpus).models}
+        for spec in part.models:
+            if spec.survive is not None and survive.get(spec.name) is None:
+                unmet[spec.name] = f"{cell.name} has no second {spec.spread or 'gpu'} that it may be on"
+    return unmet
+
+
 def _is_short(plan: Plan) -> bool:
     """Return whether a plan serves too little though it uses every GPU, by more than promises are exact to."""
     is_full = {*plan.used_gpus} >= {gpu.id for gpu in plan.gpus}
@@ -234,9 +246,10 @@ class _Job:
 
     @property
     def stays(self) -> bool:
-        """Whether what runs goes on, or nothing runs and nothing is to run."""
+        """Whether what runs goes on, as no GPU of it is lost, or nothing runs and nothing is to run."""
         if self.before is not None and _is_in_band(self.before, self.workload):
-            return True
+            present = {gpu.device for gpu in self.cell.cluster.gpus}
+            return present.issuperset(self.before.devices(self.before.used_gpus))
         return not self.workload.models and (self.before is None or not self.before.gpulets)
 
 
@@ -279,11 +292,13 @@ def _plan_cell(job: _Job, task: FleetTask) -> Plan:
     with _naming(job.cell):
         cluster = cluster_without(job.cell.cluster, places)
         policy = load_policy(task.policy.name, task.policy.options)
-        question = PlanTask(policy, job.workload, cluster, task.profiles)
-        if before is None or not before.gpulets or not job.workload.models:
-            plan = plan_on_fewest(question, _first_gpus(cluster, job.used))
+        workload = bearable(job.workload, cluster.gpus)  # of racks that are lost one may be left
+        question = PlanTask(policy, workload, cluster, task.profiles)
+        if before is None or not before.gpulets or not workload.models:
+            plan = plan_on_fewest(question, _first_gpus(cluster, workload, job.used))
         else:
-            plan = make_plan(replace(question, running=_runs(before, job.workload, len(cluster.gpus))))
+            plan = make_plan(replace(question, running=_runs(before, workload, len(cluster.gpus))))
+        plan = plan if workload == job.workload else with_the_rest(plan, job.workload)
         return drained(plan, job.cell.cluster, places) if places else plan
 
 
@@ -324,9 +339,9 @@ def _as_planned(app: Application, planned: Application | None) -> Application:
     return planned if same_rate.without_budgets() == planned.without_budgets() else app
 
 
-def _first_gpus(cluster: Cluster, used: Mapping[Kind, float]) -> set[str]:
+def _first_gpus(cluster: Cluster, workload: Workload, used: Mapping[Kind, float]) -> set[str]:
     """Return as many GPUs of a cell as a fluid takes, which makes no replicas and so takes the fewest."""
     prices, by_kind = cluster.prices, defaultdict[Kind, list[str]](list)
-    for gpu in cluster.gpus:
+    for gpu in in_turns(cluster.gpus, workload):
         by_kind[kind_of(gpu, prices)].append(gpu.id)
     return {gpu for kind, ids in by_kind.items() for gpu in ids[: math.ceil(used.get(kind, 0.0) - 1e-6)]}

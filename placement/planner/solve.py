@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
+from tenuto.errors import InvalidInputError
 from tenuto.placement.application import online
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.deadline_split import candidate_splits, least_price
 from tenuto.placement.expectation.outlook import Traffic
-from tenuto.placement.placement_constraints import bearable, without
+from tenuto.placement.placement_constraints import bearable, domain_of, without
 from tenuto.placement.plan import Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.plan_edits import drained, with_the_rest
 from tenuto.placement.planner.fault_tolerance import Trial
@@ -99,37 +102,61 @@ def plan_on_fewest(task: PlanTask, first: Collection[str] | None = None) -> Plan
     fewer, the dearest type first. When not even all GPUs serve every model as asked, it is the best plan of these.
 
     Raises:
-        InvalidInputError: `make_plan` raised it.
+        InvalidInputError: `make_plan` raised it for all GPUs.
     """
     cluster, prices, more = task.cluster, task.cluster.prices, 1
-    tried = [gpu for gpu in cluster.gpus if first is None or gpu.id in first]
-    best = plan = make_plan(_on_only(task, tried))
+    gpus = in_turns(cluster.gpus, task.workload)
+    tried = [gpu for gpu in gpus if first is None or gpu.id in first]
+    best = plan = _plan_on(task, tried)
     too_few = 0 if first is None else len(tried)
-    while plan.unserved_reasons and not task.policy.watch.is_stopped():
-        rest = [gpu for gpu in cluster.gpus if gpu not in tried]
+    while plan is None or (plan.unserved_reasons and not task.policy.watch.is_stopped()):
+        rest = [gpu for gpu in gpus if gpu not in tried]
         if not rest:
             break
         types, too_few = {gpu.type for gpu in rest} & {gpu.type for gpu in tried} or {rest[0].type}, len(tried)
-        if len(_held(plan)) < len({gpu.device for gpu in tried}):
+        if plan is not None and len(_held(plan)) < len({gpu.device for gpu in tried}):
             types, more = {gpu.type for gpu in rest}, len(rest)
         tried += [gpu for kind in types for gpu in [each for each in rest if each.type == kind][:more]]
-        plan, more = make_plan(_on_only(task, tried)), 2 * more
-        best = min(best, plan, key=_rank)
+        plan, more = _plan_on(task, tried), 2 * more
+        best = min((each for each in (best, plan) if each is not None), key=_rank, default=None)
+    best = best or make_plan(task)
     step = (len(tried) - too_few) // 2
     while step and not best.unserved_reasons and not task.policy.watch.is_stopped():
         held = _held(best)
-        used = [gpu for gpu in cluster.gpus if gpu.device in held]
+        used = [gpu for gpu in gpus if gpu.device in held]
         for kind in sorted(prices, key=lambda kind: (-prices[kind], kind)):
             of_type = [gpu for gpu in used if gpu.type == kind]
             if step <= len(of_type) and step < len(used):
-                fewer = make_plan(_on_only(task, [gpu for gpu in used if gpu not in of_type[-step:]]))
-                if not fewer.unserved_reasons:
+                fewer = _plan_on(task, [gpu for gpu in used if gpu not in of_type[-step:]])
+                if fewer is not None and not fewer.unserved_reasons:
                     best = fewer
                     break
         else:
             step //= 2
     uncut = cluster.cut_as(best.gpus)
     return best.model_copy(update={"gpus": tuple(PlannedGpu.of(gpu) for gpu in uncut.gpus)})
+
+
+def in_turns(gpus: Sequence[Gpu], workload: Workload) -> Sequence[Gpu]:
+    """Return GPUs so that the first ones lie apart, as models ask to be spread over nodes or racks."""
+    kinds = {spec.spread for spec in workload.models}
+    kind = "rack" if "rack" in kinds else "node" if "node" in kinds else None
+    if kind is None:
+        return gpus
+    together: dict[str, list[Gpu]] = defaultdict(list)
+    for gpu in gpus:
+        together[domain_of(gpu, kind)].append(gpu)
+    return [gpu for row in zip_longest(*together.values()) for gpu in row if gpu is not None]
+
+
+def _plan_on(task: PlanTask, gpus: Collection[Gpu]) -> Plan | None:
+    """Return the plan on some GPUs of a task's cluster; None where models cannot lie as they ask on so few."""
+    try:
+        return make_plan(_on_only(task, gpus))
+    except InvalidInputError:
+        if len(gpus) == len(task.cluster.gpus):
+            raise
+        return None
 
 
 def _held(plan: Plan) -> set[str]:

@@ -170,6 +170,21 @@ def test_a_spread_over_cells_needs_a_second_cell_and_more_than_a_cluster() -> No
         solve(load_policy("symphony"), workload(model("a", 100.0, spread="cell", survive=1.0)), cluster(), Profiles([]))
 
 
+def test_a_cell_with_one_rack_left_serves_on_and_says_what_would_not_survive() -> None:
+    asked = workload(model("a", 300, spread="rack", survive=1.0), model("b", 300))
+    nodes = [{"name": f"n{n}", "rack": f"r{n}", "gpus": [{"type": "v100", "count": 2}]} for n in range(2)]
+    both = [CellState("east", Cluster.model_validate({"nodes": nodes}))]
+    first = planned(asked, both)
+    assert not first.spread.unmet
+    left = [CellState("east", Cluster.model_validate({"nodes": nodes[:1]}))]
+    after = planned(asked, running(left, dict(first.plans)))
+    assert after.spread.unmet == {"a": "east has no second rack that it may be on"}
+    assert {"a", "b"} == {name for name in ("a", "b") if after.plans["east"].hosts_of(name)}
+    again = planned(asked, running(left, {**first.plans, **after.plans}))
+    assert again.spread.unmet
+    assert not again.plans
+
+
 def test_a_model_lies_where_it_may_by_cell_or_rack() -> None:
     states = [CellState("c1", cluster(rack="r1")), CellState("c2", cluster(rack="r2"))]
     done = planned(workload(model("a", 100.0, only_on=["r2"]), model("b", 100.0, keep_off=["c2"])), states)
