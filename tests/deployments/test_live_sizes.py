@@ -74,7 +74,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory, worker_server: Callable[[str]
         sizes = f"tokens={','.join(map(str, SIZES))}"
         measured = ("--batch-sizes", "1,4", "--sizes", sizes, "--budget-s", "0.2", "--device", "cpu")
         verb("profile", "net.onnx", "--name", "sums", "--option", "pad={x: 0}", *measured, "-o", "cpu.yaml")
-        verb("plan", "workload.yaml", "--gpus", "cpu:1", "--profiles", "cpu.yaml", "-o", "plan.yaml")
+        quick = ("--option", "requests=500")
+        verb("plan", "workload.yaml", "--gpus", "cpu:1", "--profiles", "cpu.yaml", *quick, "-o", "plan.yaml")
         return Plan.load("plan.yaml")
 
 

@@ -25,6 +25,7 @@ from tests.instruments.plans import gpu, make_plan
 from tests.instruments.stores import DictStore
 
 ONE = make_plan({"n0/0/a": (100.0, ["a"])})  # made for 50 r/s, carries 600
+QUICK = {"name": "tenuto", "options": {"requests": 200, "starts": ["symphony", "gpulet"]}}
 BOTH = {"v100": {"max": 4}, "t4": {"max": 8}}
 
 
@@ -169,7 +170,7 @@ def test_without_an_autoscaler_what_is_there_serves_on_and_it_is_asked_again_lat
 def test_the_price_of_the_settings_decides_which_type_is_asked_for() -> None:
     for cheap, dear in (("v100", "t4"), ("t4", "v100")):
         prices = {cheap: {"max": 8, "price_per_hour": 0.01}, dear: {"max": 8, "price_per_hour": 9.0}}
-        desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": prices, "policy": {"name": "tenuto"}})
+        desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": prices, "policy": QUICK})
         desk.rates["a"] = 1100.0
         desk.look(30)
         assert desk.wanted[-1].by_type[dear] <= 1
@@ -184,7 +185,7 @@ def test_a_spot_type_is_asked_for_unless_its_losses_cost_more_than_it_saves(
 ) -> None:
     spot = {"max": 8, "price_per_hour": 1.0, "spot": {"life_hours": life_hours, "notice_s": notice_s}}
     bounds = {"v100": {"max": 8, "price_per_hour": 4.0}, "t4": spot}
-    desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": bounds, "policy": {"name": "tenuto"}})
+    desk = PlanningDesk(ONE, [gpu("n0/0")], {"gpus": bounds, "policy": QUICK})
     desk.rates["a"] = 1100.0
     desk.look(30)
     assert desk.wanted[-1].by_type[chosen] > 1

@@ -232,6 +232,7 @@ async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_e
     assert server.arena.used_bytes == server.unfinished_bytes == 0
 
 
+@pytest.mark.door  # how requests are cut has no part in what they are: `test_framing.py` by day
 @pytest.mark.parametrize("name", [name for name in ENDLESS if "body" not in name])
 async def test_nor_what_comes_in_small_pieces(server: HttpServer, name: str) -> None:
     transport = Deaf()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.deployments.offline.test_batch_store import begun, ended, lines_of, opened
 
-LINES, KILLS = 400, 6
+LINES, KILLS = 200, 3
 _STORE = """
 import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor

@@ -13,6 +13,7 @@ import pytest
 
 from tests.instruments.forking import ROOT
 from tests.instruments.live import PATIENCE_S, until, with_mark
+from tests.instruments.seeds import seeds
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
@@ -236,10 +237,11 @@ def test_who_was_told_that_it_serves_ends_it_as_what_serves(ended: list[Front]) 
     assert front.code() == 0
 
 
-def test_signals_at_once_in_any_number_and_order_end_it(ended: list[Front]) -> None:
+@pytest.mark.parametrize("seed", seeds(1, 3))
+def test_signals_at_once_in_any_number_and_order_end_it(ended: list[Front], seed: int) -> None:
     """One hung it for ever: the handler of the second one came into the handler of the first."""
-    draw = random.Random(26)
-    for _ in range(20):
+    draw = random.Random(26 + seed)
+    for _ in range(8):
         front = Front("serving")
         ended.append(front)
         for _ in range(draw.randint(2, 12)):
