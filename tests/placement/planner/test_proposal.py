@@ -303,7 +303,7 @@ def settled(plan: Plan, come_s: float = 120.0, **more: Any) -> tuple[Mapping[str
     return Counter(place.type for place in plan.gpus if plan.on_gpu(place.id)), plan
 
 
-@pytest.mark.parametrize("seed", [1, 6, 10])
+@pytest.mark.parametrize("seed", [10, *(pytest.param(seed, marks=pytest.mark.night) for seed in (1, 6))])
 def test_a_dear_gpu_gives_way_to_cheaper_ones_that_have_to_come_first(seed: int) -> None:
     """A plan anew would lose requests on its way, so that only what lies on the dear GPU can move."""
     plan = beside_an_a100(seed)

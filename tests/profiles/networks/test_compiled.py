@@ -34,17 +34,8 @@ def network() -> torch.nn.Module:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler and there is none")
-def test_a_network_that_was_really_compiled_answers_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    # The C++ compiler is asked for this kernel alone: not for which vector instructions it knows, nor for the headers
-    # of later ones; nor by processes that import torch for it.
-    for owner, key, value in (
-        (inductor.cpp, "vec_isa_ok", False),
-        (inductor, "cpp_cache_precompile_headers", False),
-        (inductor, "compile_threads", 1),
-    ):
-        monkeypatch.setattr(owner, key, value)
+@pytest.mark.usefixtures("kernels_alone")
+def test_a_network_that_was_really_compiled_answers_as_the_plain_one() -> None:
     module = network()
     # One size, which takes the compiler seconds; what happens with several is below.
     runner = lone_program("m", LoadedModel(module, SIGNATURE), RunOptions(compile=True), [2])

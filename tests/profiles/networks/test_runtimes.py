@@ -35,6 +35,7 @@ def check(runner: ProgramRunner, rows: int) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler and there is none")
 @pytest.mark.filterwarnings("ignore")  # Inductor leaves deprecated calls to be warned about
+@pytest.mark.usefixtures("kernels_alone")
 def test_a_program_compiled_ahead_of_time_answers_as_the_module_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as inductor
 
