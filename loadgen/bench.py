@@ -37,7 +37,6 @@ from tenuto.placement.application import Application
 from tenuto.placement.generates import Lengths
 from tenuto.placement.versions import by_model
 from tenuto.placement.workload import client_targets, own_demands
-from tenuto.profiles.networks.model_options import ModelOptions
 
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8  # format: kinds of errors that are printed
@@ -57,7 +56,6 @@ class BenchOptions:
     clients: int = 1
     grace_s: float = 5.0  # default
     tensors: Literal["binary", "json"] = "binary"
-    via: Literal["http", "handle"] = "http"
     bodies: Mapping[str, str] = field(default_factory=dict)  # by model: a file or folder of raw bodies for its hooks
 
     def check(self) -> None:
@@ -117,7 +115,7 @@ def run_bench(
         progress: is called with one line per second.
         clients: the clients that send; by default `options.clients` says which.
         applications: applications whose stages are among the models.
-        cluster: address of the Ray that serves, for the clients and the Python handle; see `join_ray`.
+        cluster: address of the Ray that serves, for the clients; see `join_ray`.
 
     Raises:
         EnvironmentFaultError: the endpoint does not answer or a model is not ready.
@@ -325,11 +323,8 @@ def _result(
 
 
 def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:
-    """Return the clients that send. For actors and the Python handle this process joins the Ray that serves.
-
-    Actors that send over HTTP can run on any Ray. Where that one cannot be joined, a small local one is started.
-    """
-    if options.clients == 0 and options.via == "http":
+    """Return the clients that send. For actors this process joins the Ray that serves, or starts a small local one."""
+    if options.clients == 0:
         return LocalClient()
     import ray
 
@@ -339,14 +334,9 @@ def _make_clients(options: BenchOptions, cluster: str) -> ClientGroup:
     if not ray.is_initialized():
         try:
             join_ray(cluster)
-        except (ConnectionError, EnvironmentFaultError) as error:
-            if options.via == "handle":
-                raise EnvironmentFaultError(
-                    f"the Python handle needs the Ray that serves: {error}. Run this on a node of it, and name it with "
-                    "--address."
-                ) from error
+        except (ConnectionError, EnvironmentFaultError):
             start_local_ray(num_gpus=0)
-    return RayClients(options.clients) if options.clients else LocalClient()
+    return RayClients(options.clients)
 
 
 def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOptions, run: str) -> list[ClientJob]:
@@ -364,7 +354,6 @@ def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOp
             options.grace_s,
             connections,
             send_slo=options.slo_scale != 1.0,
-            via=options.via,
             run=run,
             key=client_key(),
             measured_from_ms=options.measured_from_ms,
@@ -450,8 +439,7 @@ def _target(
     if spec.name in options.bodies and slo is not None:
         raise refused("--body", spec.name, "streams, which takes tensors", "Leave --body out for it.")
     if spec.name in options.bodies:
-        hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks.hooks
-        bodies = read_bodies(options.bodies[spec.name], hooks)
+        bodies = read_bodies(options.bodies[spec.name])
         reasons = (why_unread(options.url, versioned, body.data) for body in bodies[:_TRIED_BODIES])
         why = next(filter(None, reasons), None)
         if why is not None:

@@ -82,8 +82,7 @@ class Run:
         emulated = self.document.get("emulated")
         if emulated is None:
             return "measured; the endpoint was gone at the end, so whether GPUs were emulated is unknown"
-        over = "the Python handle" if self.document["options"].get("via") == "handle" else "HTTP"
-        return f"measured over {over} on emulated GPUs" if emulated else f"measured over {over}"
+        return "measured over HTTP on emulated GPUs" if emulated else "measured over HTTP"
 
 
 def load_document(folder: str | Path) -> dict[str, Any]:

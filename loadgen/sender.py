@@ -14,8 +14,6 @@ class Body:
     """One request in a form of the Open Inference Protocol: JSON of `json_length` bytes with raw tensors behind it, or
     JSON alone (None). With `is_raw` it is what the model's hooks read. With `is_prompt` it is JSON for OpenAI's
     /v1/completions, which asks for a stream. With `is_streamed` its answer is a stream, too.
-
-    `hooks`: the model's own, for senders without a server that runs them.
     """
 
     data: bytes
@@ -23,7 +21,6 @@ class Body:
     is_raw: bool = False
     is_prompt: bool = False
     is_streamed: bool = False
-    hooks: str | None = None
 
 
 @dataclass(slots=True)

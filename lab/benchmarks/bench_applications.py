@@ -29,7 +29,7 @@ from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.result_folder import hardware, versions
 from tenuto.loadgen.schedule import seed_for
-from tenuto.loadgen.senders.make_sender import make_sender
+from tenuto.loadgen.senders.http_sender import HttpSender
 from tenuto.loadgen.senders.payloads import make_bodies
 from tenuto.loadgen.simulated import NO_DELAY, Simulation
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
@@ -142,10 +142,10 @@ def _served(
     return rows
 
 
-def _walking(plan: Plan, via: str, url: str, key: str) -> StageSender:
+def _walking(plan: Plan, url: str, key: str) -> StageSender:
     names = {app.model_name(stage) for app in plan.applications for stage in app.stages}
     bodies = {name: make_bodies(model_metadata(url, name), seed_for(0, "payloads", name)) for name in names}
-    return StageSender(make_sender(via, url, key), plan.applications, bodies)
+    return StageSender(HttpSender(url, key), plan.applications, bodies)
 
 
 def _print_beside(rows: dict[str, Rows]) -> None:

@@ -37,10 +37,11 @@ from typing import cast
 import numpy as np
 from serving import heading, synthetic_plan
 
+from tenuto.deployments.entry.protocols.oip_requests import RequestReader
 from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service.python_handle import ALONE, TenutoHandle
 from tenuto.deployments.process.ray_address import join_ray
-from tenuto.deployments.wire.answers import Executed
+from tenuto.deployments.wire.answers import Answer, Executed
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
 from tenuto.deployments.wire.frames import FrameProtocol, listen
@@ -48,9 +49,9 @@ from tenuto.deployments.wire.messages import DispatcherState, Hello, Message, Re
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.group import LocalClient
-from tenuto.loadgen.sender import OnReply, Sender
-from tenuto.loadgen.senders.handle_sender import HandleSender
-from tenuto.loadgen.senders.make_sender import make_sender
+from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
+from tenuto.loadgen.senders.http_sender import HttpSender
+from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 
@@ -137,7 +138,43 @@ def _serve(pipe: Connection, socket_name: str) -> None:
         uvloop.run(main())
 
 
-class _NoOpHandleSender(HandleSender):
+class _HandleSender:
+    """Sends tensors through a `TenutoHandle`, and reports outcomes as HTTP does."""
+
+    def __init__(self) -> None:
+        self._handle: TenutoHandle | None = None
+        self._on_reply: OnReply = lambda _token, _reply: None
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        self._on_reply = on_reply
+        self._handle = self._handle or await TenutoHandle.connect()
+
+    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> tuple[str, list[bytes], float | None]:
+        assert self._handle is not None
+        interface = self._handle.interface(model)
+        parts = RequestReader(interface.inputs, interface.signature).read(body.data, body.json_length).parts[0]
+        return model, [bytes(part.data) for part in parts], slo_ms
+
+    def send(self, prepared: tuple[str, list[bytes], float | None], request_id: str, token: int) -> None:
+        assert self._handle is not None
+        model, parts, slo_ms = prepared
+        future = self._handle.submit(model, parts, slo_ms, request_id)
+        future.add_done_callback(lambda done: self._on_reply(token, _reply_of(done)))
+
+    def close(self) -> None:
+        self._on_reply = lambda _token, _reply: None
+        if self._handle is not None:
+            self._closing = asyncio.ensure_future(self._handle.close())
+
+
+def _reply_of(done: asyncio.Future[Answer]) -> Reply:
+    answer = done.result()
+    error = "" if answer.outcome is Outcome.OK else f"{answer.outcome.word}: {answer.reason}"
+    times = answer.batching_ms, answer.gpulet_queue_ms, answer.execution_ms
+    return Reply(answer.http_status, *times, answer.batch_size, answer.gpulet, error)
+
+
+class _NoOpHandleSender(_HandleSender):
     """The handle's sender, connected to the peer of this benchmark and not to what Ray finds."""
 
     def __init__(self, socket_name: str) -> None:
@@ -211,7 +248,7 @@ def _peer() -> Iterator[tuple[str, dict[str, Callable[[str, str], Sender]]]]:
         server.start()
         try:
             url = f"http://127.0.0.1:{ours.recv()}"
-            yield url, {"http": make_sender, "handle": lambda _via, _url, _key: _NoOpHandleSender(socket_name)}
+            yield url, {"http": HttpSender, "handle": lambda _url, _key: _NoOpHandleSender(socket_name)}
         finally:
             server.terminate()
             server.join()
@@ -239,7 +276,7 @@ def _live() -> Iterator[tuple[str, dict[str, Callable[[str, str], Sender]]]]:
                         raise SystemExit((Path(folder) / "log").read_text(encoding="utf-8"))
                     time.sleep(0.5)
                 join_ray()
-                yield url, {"http": make_sender, "handle": make_sender}
+                yield url, {"http": HttpSender, "handle": lambda _url, _key: _HandleSender()}
             finally:
                 server.send_signal(signal.SIGINT)
                 server.wait(60)
@@ -282,11 +319,7 @@ def main() -> int:
             )
             for rate in rates:
                 runs = [
-                    _run(
-                        BenchOptions(url, duration_s=duration_s, seed=seed, clients=0, grace_s=1.0, via=via),
-                        rate,
-                        makers[via],
-                    )
+                    _run(BenchOptions(url, duration_s=duration_s, seed=seed, clients=0, grace_s=1.0), rate, makers[via])
                     for seed in range(repeats)
                 ]
                 p99s = [run.p99_ms for run in runs]

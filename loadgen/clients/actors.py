@@ -12,7 +12,7 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.clients.group import PREPARE_TIMEOUT_S, RESULT_TIMEOUT_S
-from tenuto.loadgen.senders.make_sender import make_sender
+from tenuto.loadgen.senders.http_sender import HttpSender
 
 
 class ClientActor:
@@ -27,7 +27,7 @@ class ClientActor:
 
     async def prepare(self, job: ClientJob) -> None:
         """Take a job and open its connections."""
-        self._client = Client(job, make_sender(job.via, job.url, job.key))
+        self._client = Client(job, HttpSender(job.url, job.key))
         await self._client.prepare()
         gc.freeze()  # so that garbage collections during the run do not look through schedule and bodies
 

@@ -64,7 +64,6 @@ class ClientJob:
     grace_s: float
     connections: int
     send_slo: bool = False
-    via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # the beginning of the requests' ids; see `request_id`
     key: str = field(default="", repr=False)  # the API key for the server
     measured_from_ms: float = 0.0  # errors of requests that were scheduled earlier are not counted

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.sender import Sender
-from tenuto.loadgen.senders.make_sender import make_sender
+from tenuto.loadgen.senders.http_sender import HttpSender
 
 PREPARE_TIMEOUT_S = 120.0  # limit: time for the clients to start
 RESULT_TIMEOUT_S = 120.0  # limit: time for the clients to hand over their results after the last answer
@@ -49,8 +49,8 @@ class ClientGroup(Protocol):
 class LocalClient:
     """One client on a thread of this process."""
 
-    def __init__(self, make_sender: Callable[[str, str, str], Sender] = make_sender) -> None:
-        """`make_sender` makes the sender for a job's `via`, `url` and `key`."""
+    def __init__(self, make_sender: Callable[[str, str], Sender] = HttpSender) -> None:
+        """`make_sender` makes the sender for a job's `url` and `key`."""
         self._make_sender = make_sender
         self._client: Client | None = None
         self._start_at: Future[float] = Future()
@@ -61,7 +61,7 @@ class LocalClient:
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Start the thread with the only job; return when its connections are open."""
-        self._client = Client(jobs[0], self._make_sender(jobs[0].via, jobs[0].url, jobs[0].key))
+        self._client = Client(jobs[0], self._make_sender(jobs[0].url, jobs[0].key))
         self._thread = threading.Thread(target=self._work, args=(self._client,), name="load client", daemon=True)
         self._thread.start()
         self._prepared.wait(PREPARE_TIMEOUT_S)

@@ -131,19 +131,15 @@ class Prompts:
         )
 
 
-def read_bodies(path: str, hooks: str | None) -> list[Body]:
+def read_bodies(path: str) -> list[Body]:
     """Return a file, or every file of a folder in the order of their names, as raw bodies for a model's hooks.
-
-    Args:
-        path: the file or the folder.
-        hooks: the model's own hooks; None if it has none.
 
     Raises:
         InvalidInputError: there is none, or one cannot be read.
     """
     try:
         files = sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else [Path(path)]
-        bodies = [Body(read_file(file, _MOST_BODY_BYTES), is_raw=True, hooks=hooks) for file in files]
+        bodies = [Body(read_file(file, _MOST_BODY_BYTES), is_raw=True) for file in files]
     except OSError as error:
         raise refused(
             "--body", path, f"cannot be read ({error.strerror})", "Give a file, or a folder of files."

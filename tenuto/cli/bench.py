@@ -49,12 +49,6 @@ from tenuto.files import read_text
     help="Send this file, or the files of this folder in turn, as they are, for the model's hooks (repeatable).",
 )
 @click.option(
-    "--via",
-    type=click.Choice(["http", "handle"]),
-    default="http",
-    help="Send over HTTP, or through the Python handle on the Ray cluster that serves.",
-)
-@click.option(
     "-o",
     "--output",
     "folder",

@@ -326,7 +326,7 @@ def test_a_deployment_is_found_by_its_name_or_address_and_the_only_one_by_nothin
             deployment_at(address)
 
 
-@pytest.mark.parametrize("words", [["--clients", "2"], ["--clients", "0", "--via", "handle"]])
+@pytest.mark.parametrize("words", [["--clients", "2"]])
 @pytest.mark.parametrize("address", ["lab", LAB.address, "its URL"])
 def test_a_bench_beside_another_deployment_joins_the_ray_of_the_one_it_asks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], address: str

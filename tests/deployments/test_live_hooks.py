@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,11 +36,10 @@ def test_a_hook_that_hangs_leaves_the_other_process_to_the_others(url: str) -> N
     assert post(f"{url}/predict/own", b"[1, 2, 3, 4]")[0] == 200
 
 
-@pytest.mark.parametrize("via", ["http", "handle"])
-def test_a_bench_sends_bodies_as_they_are(shared: SharedDeployment, url: str, via: Any, tmp_path: Path) -> None:
+def test_a_bench_sends_bodies_as_they_are(shared: SharedDeployment, url: str, tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"[1, 2, 3, 4]")
     (tmp_path / "two").write_bytes(b"[0, 0, 0, 1]")
-    options = BenchOptions(url, duration_s=2.0, clients=0, via=via, bodies={"own": str(tmp_path)})
+    options = BenchOptions(url, duration_s=2.0, clients=0, bodies={"own": str(tmp_path)})
     result = run_bench([shared.plan.model("own")], options)
     assert result.errors == []
     found = result.summary["models"]["own"]

@@ -4,8 +4,6 @@ generator all at once, by the very schedule that virtual time runs. How near the
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 
 from tenuto.deployments.serve.deployment import Deployment
@@ -49,18 +47,15 @@ def test_each_request_is_answered_and_says_what_its_stages_took(launcher: Launch
     models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url))
     assert (applications, notes) == (plan.applications, ())
     simulated = Simulation.of_plan(plan, duration_s=SECONDS, warmup_s=0.0, seed=SEED).run()
-    ways: tuple[Literal["http", "handle"], ...] = ("http", "handle")
-    for via in ways:
-        # Long deadlines, so that a busy machine loses nothing.
-        options = BenchOptions(url, SECONDS, SEED, slo_scale=100.0, warmup_s=0.0, clients=1, grace_s=120.0, via=via)
-        result = run_bench(models, options, applications=applications)
-        assert result.schedule.hash == simulated.schedule.hash
-        assert result.errors == []
-        for name, expected in simulated.summary()["applications"].items():
-            row = result.summary["applications"][name]
-            assert row["offered"] == expected["offered"] > 0
-            assert row["ok"] + row["late"] == row["offered"] == sum(row[word] for word in OUTCOMES)
-            assert row["stages"].keys() == expected["stages"].keys()
-            if via == "http":  # over the handle answers do not say it
-                assert all(stage["p50_ms"] > 0.0 for stage in row["stages"].values())
-        assert result.verdict.conditions["sent"] == result.verdict.conditions["scheduled"]
+    # Long deadlines, so that a busy machine loses nothing.
+    options = BenchOptions(url, SECONDS, SEED, slo_scale=100.0, warmup_s=0.0, clients=1, grace_s=120.0)
+    result = run_bench(models, options, applications=applications)
+    assert result.schedule.hash == simulated.schedule.hash
+    assert result.errors == []
+    for name, expected in simulated.summary()["applications"].items():
+        row = result.summary["applications"][name]
+        assert row["offered"] == expected["offered"] > 0
+        assert row["ok"] + row["late"] == row["offered"] == sum(row[word] for word in OUTCOMES)
+        assert row["stages"].keys() == expected["stages"].keys()
+        assert all(stage["p50_ms"] > 0.0 for stage in row["stages"].values())
+    assert result.verdict.conditions["sent"] == result.verdict.conditions["scheduled"]

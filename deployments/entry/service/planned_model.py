@@ -20,7 +20,7 @@ from tenuto.placement.generates import Lengths, TokenSlo
 from tenuto.placement.versions import split_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
-from tenuto.profiles.networks.hooks import Classifier, Hooks, load_hooks, made_inputs
+from tenuto.profiles.networks.hooks import Classifier, made_inputs
 from tenuto.profiles.networks.model_options import HookOptions
 from tenuto.profiles.networks.preprocess import TextTokens, open_tokenizer, text_arrays
 
@@ -46,18 +46,10 @@ class ModelInterface:
         signature = self.signature
         return signature.generates is not None or (signature.text is not None and signature.answers != "classes")
 
-    def preprocess(self, body: Buffer, hooks: str | None = None) -> RequestInputs:
-        """Return the tensors of a raw body; blocking, call it off the event loop.
-
-        Args:
-            body: an image or a text, or the body that `hooks` read.
-            hooks: the user's own hooks; they are run in this process.
-
-        Raises:
-            InvalidInputError: the body is not what the model reads.
-        """
-        made: Hooks = Classifier(self.signature) if hooks is None else load_hooks(hooks, self.signature)
-        arrays = made_inputs(self.signature, made.preprocess(bytes(body)))
+    def preprocess(self, body: Buffer) -> RequestInputs:
+        """Return the tensors of a picture or a text; blocking, call it off the event loop. Raises `InvalidInputError`
+        where it is neither."""
+        arrays = made_inputs(self.signature, Classifier(self.signature).preprocess(bytes(body)))
         parts = [_part(tensor, array) for tensor, array in zip(self.inputs, arrays, strict=True)]
         return RequestInputs(parts, self.signature.sizes_of([array.shape for array in arrays]))
 

@@ -413,19 +413,6 @@ class TenutoHandle:
         """
         self._wake(application)
         parts, sizes = _parts(self.interface(application), inputs)
-        async with contextlib.aclosing(self.stream_parts(application, parts, sizes, slo_ms, request_id)) as text:
-            async for part in text:
-                yield part
-
-    async def stream_parts(
-        self,
-        application: str,
-        parts: Sequence[Buffer],
-        sizes: tuple[int, ...] = (),
-        slo_ms: float | None = None,
-        request_id: str = "",
-    ) -> AsyncGenerator[str]:
-        """Do as `stream`, with raw buffers as `submit` takes them."""
         known = self._applications.get(application)
         if known is None or not known.application.streams:
             raise refused("application", application, "has no stream", "Use `infer`, or `generate` for models.")

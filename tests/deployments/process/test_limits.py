@@ -41,7 +41,6 @@ ALLOWED = {
     ("deployments/entry/service/python_handle.py", ".result"),  # of a future of asyncio that is done
     ("deployments/entry/service/inference.py", ".result"),
     ("deployments/entry/service/running_graph.py", ".result"),
-    ("loadgen/senders/handle_sender.py", ".result"),
     ("mps/daemon.py", "subprocess.run"),  # of a shell that goes into the background at once
 }
 
