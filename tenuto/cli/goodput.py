@@ -1,40 +1,26 @@
-"""`tenuto goodput`: the highest rate that a plan, a workload or an endpoint sustains within its SLOs, and the
-attainment at other rates, SLOs and burstiness."""
+"""`tenuto goodput`: the highest rate that a plan, a workload or an endpoint sustains within its SLOs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from tenuto.batching.virtual.criterion import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
-from tenuto.cli.common import ProgressLine, command_line, printed_as_json, say, tell
+from tenuto.cli.common import ProgressLine, printed_as_json, say, tell
 from tenuto.cli.tables import print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
-from tenuto.errors import TenutoError, refused
-from tenuto.loadgen.curves import (
-    AXES,
-    Attempt,
-    Attempted,
-    Curve,
-    Factors,
-    check_axes,
-    curves,
-    in_virtual_time,
-    on_endpoint,
-)
-from tenuto.loadgen.result_folder import provenance
+from tenuto.loadgen.endpoint_trials import EndpointTrial, on_endpoint
 from tenuto.placement.application import Application
 
-Answer = HighestRate[Trial] | HighestRate[Attempted]
+Answer = HighestRate[Trial] | HighestRate[EndpointTrial]
 _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # default: defaults of a live search: seconds of a run, and number of runs
 
 
-@click.command("goodput", short_help="Find the highest rate in time; attainment by SLO, rate and burstiness.")
+@click.command("goodput", short_help="Find the highest rate in time.")
 @virtual_arguments
 @click.option("--rate-scale", type=float, default=1.0, help="Factor on every rate at which the search begins.")
 @click.option(
@@ -45,17 +31,7 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # default: defaults of a live search: seco
 )
 @click.option("--tolerance", type=float, default=0.01, help="Relative width of the final bracket.")
 @click.option("--runs", type=int, help=f"Most runs of the search. Default: 64; against an endpoint {_LIVE_RUNS}.")
-@click.option(
-    "--curve",
-    "curve_texts",
-    multiple=True,
-    metavar="AXIS[=V,V,…]",
-    help=f"Draw attainment against one of {', '.join(AXES)}; repeatable. Default with -o: all three in virtual time, "
-    "none against an endpoint.",
-)
 @click.option("--clients", default=1, help="Against an endpoint: Ray actors that send; 0 sends from this process.")
-@click.option("-o", "--output", "folder", metavar="DIR", help="Folder for goodput.html and result.json.")
-@click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -64,10 +40,7 @@ def command(
     criterion: Criterion,
     tolerance: float,
     runs: int | None,
-    curve_texts: tuple[str, ...],
     clients: int,
-    folder: str | None,
-    force: bool,
 ) -> int:
     """Search the highest rate scale at which every model and application keeps at least 99 % in time.
 
@@ -79,12 +52,6 @@ def command(
     Example: tenuto goodput workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60
     """
     is_live = "://" in arguments.source
-    axes = _axes(curve_texts, by_default=folder is not None and not is_live)
-    out = None
-    if folder is not None:
-        from tenuto.loadgen.report.goodput_page import prepare_goodput_folder
-
-        out = prepare_goodput_folder(Path(folder), force=force)
     limits = SearchLimits(tolerance, runs if runs is not None else _LIVE_RUNS if is_live else 64, rate_scale)
     limits.check()
     goal, line = Goal(criterion), ProgressLine()
@@ -94,11 +61,11 @@ def command(
         seconds = arguments.duration_s if is_given else _LIVE_SECONDS
         attempt, applications = _live(arguments, seconds, clients, goal)
         how = f"measured against {arguments.source}, {seconds:g} s a run"
-        live = find_highest_rate(lambda scale: attempt(Factors(scale)), limits, lambda so_far: tell(_progress(so_far)))
+        live = find_highest_rate(attempt, limits, lambda so_far: tell(_progress(so_far)))
         answer, summary = live, _summary(live, goal)
     else:
-        simulation = arguments.simulation()  # so that wrong input is an error, and not a point of a curve
-        attempt, applications = in_virtual_time(arguments.simulation), simulation.applications
+        simulation = arguments.simulation()
+        applications = simulation.applications
         how = f"in virtual time with {arguments.scheduler_name}, {arguments.duration_s:g} s a run (emulated)"
         virtual = find_highest_rate(
             lambda scale: simulation.try_rate(scale, goal), limits, lambda so_far: line.show(_progress(so_far))
@@ -107,42 +74,20 @@ def command(
         best = virtual.best
         answer, summary = virtual, _summary(virtual, goal)
         summary["simulation"] = simulation.run(virtual.rate_scale).summary() if best else None
-    base = answer.rate_scale or rate_scale
-    drawn = {} if answer.is_interrupted else _draw(attempt, axes, base)
     summary |= {
         "source": arguments.source,
         "how": how,
-        "curves_rate_scale": base,
-        "curves": [curve.summary() for curve in drawn.values()],
         "settings": {"scheduler": None if is_live else arguments.scheduler_name, "seed": arguments.seed},
         "applications": [application.name for application in applications],
     }
     if not printed_as_json(summary):
         _print(summary)
-    if out is not None:
-        from tenuto.loadgen.report.goodput_page import write_goodput
-
-        tell(f"page: {write_goodput(out, {'kind': 'goodput', **summary, **provenance(command_line())})}")
     return 0 if answer.best is not None else 1
-
-
-def _axes(texts: tuple[str, ...], *, by_default: bool) -> dict[str, tuple[float, ...]]:
-    if not texts:
-        return dict(AXES) if by_default else {}
-    axes: dict[str, tuple[float, ...]] = {}
-    for text in texts:
-        axis, _, values = text.partition("=")
-        try:
-            axes[axis] = tuple(float(part) for part in values.split(",")) if values else AXES.get(axis, ())
-        except ValueError:
-            raise refused("--curve", text, "must list numbers behind '='", f"Write {axis}=0.5,1,2.") from None
-    check_axes(axes)
-    return axes
 
 
 def _live(
     arguments: VirtualArguments, seconds: float, clients: int, goal: Goal
-) -> tuple[Attempt, tuple[Application, ...]]:
+) -> tuple[Callable[[float], EndpointTrial], tuple[Application, ...]]:
     from tenuto.deployments.serve.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of
     from tenuto.placement import Plan
@@ -153,23 +98,6 @@ def _live(
         tell(note)
     options = BenchOptions(url.rstrip("/"), seconds, arguments.seed, warmup_s=arguments.warmup_s, clients=clients)
     return on_endpoint(models, applications, options, goal, tell), applications
-
-
-def _draw(attempt: Attempt, axes: Mapping[str, tuple[float, ...]], base: float) -> dict[str, Curve]:
-    drawn: dict[str, Curve] = {}
-    try:
-        for curve in curves(attempt, axes, base):
-            drawn[curve.axis] = curve
-            last = curve.points[-1]
-            state = last.invalid or f"{100 * last.worst_attainment:.2f} % in time at worst"
-            tell(f"{curve.axis} {getattr(last.factors, curve.axis):g}: {state}")
-    except KeyboardInterrupt:
-        tell("interrupted; the points so far are kept")
-    except TenutoError as error:
-        if not drawn:
-            raise
-        tell(f"the curves end here: {error}")
-    return drawn
 
 
 def _progress(answer: Answer) -> str:

@@ -231,26 +231,7 @@ def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_
     assert worst < 0.99
 
 
-def test_goodput_judges_applications_and_its_axes_reach_them(tmp_path: Path) -> None:
+def test_goodput_judges_applications(tmp_path: Path) -> None:
     work = workload(traffic(arrival={"process": "poisson"}))
-    answer = invoke(
-        goodput_verb,
-        saved(tmp_path, work),
-        "--duration-s",
-        "6",
-        "--runs",
-        "4",
-        "--curve",
-        "slo_scale=0.5,2",
-        "--curve",
-        "cv=0.2,4",
-        "-o",
-        str(tmp_path / "out"),
-    )
+    answer = invoke(goodput_verb, saved(tmp_path, work), "--duration-s", "6", "--runs", "4")
     assert {run["worst_model"] for run in answer["trials"]} == {"traffic"}
-    for curve, low_is_better in zip(answer["curves"], (False, True), strict=True):
-        attained = [point["worst_attainment"] for point in curve["points"]]
-        assert (attained[0] > attained[1]) == low_is_better, curve
-    page = (tmp_path / "out" / "goodput.html").read_text(encoding="utf-8")
-    assert "Every application (traffic), end to end" in page
-    assert "worst model or application" in page

@@ -9,9 +9,13 @@ from pathlib import Path
 import click
 
 from tenuto.cli import load_verb
-from tenuto.cli.common import json_option, printed_as_json, profiles_from, say
+from tenuto.cli.common import command_line, json_option, printed_as_json, profiles_from, say, tell
 from tenuto.cli.tables import number, print_table
+from tenuto.cli.virtual import VirtualArguments, virtual_arguments
+from tenuto.errors import refused
+from tenuto.loadgen.result_folder import provenance
 from tenuto.placement import Plan
+from tenuto_lab.curves import AXES, Curve, check_axes, curves, in_virtual_time
 from tenuto_lab.house.constants import ORIGINS, find_constants
 from tenuto_lab.house.lines import lines_by_room
 from tenuto_lab.house.rooms import with_figures
@@ -24,7 +28,7 @@ _root = click.argument("root", metavar="[ROOT]", required=False, type=click.Path
 
 @click.group("lab", short_help="Count: GPUs of a plan by USHER; Tenuto's own sources.")
 def command() -> None:
-    """Count how full plans make GPUs, and what Tenuto's own sources are made of.
+    """Count how full plans make GPUs, and what Tenuto's own sources are made of; draw attainment.
 
     Example: tenuto lab lines
     """
@@ -48,6 +52,60 @@ def _balance(plan: str, names: tuple[str, ...]) -> None:
         return
     rows = ((g.gpu, number(g.cuti_pct), number(g.muti_pct), number(g.apart_pct), str(g.models)) for g in found)
     print_table(("GPU", "Cuti %", "Muti %", "|Cuti - Muti|", "models"), rows)
+
+
+@command.command("curves", short_help="Attainment at other rates, SLOs and burstiness.")
+@virtual_arguments
+@click.option("--rate-scale", type=float, default=1.0, help="Factor on every rate, such as `tenuto goodput` finds.")
+@click.option(
+    "--curve",
+    "texts",
+    multiple=True,
+    metavar="AXIS[=V,V,…]",
+    help=f"Attainment against one of {', '.join(AXES)}; repeatable.  [default: all]",
+)
+@click.option("-o", "--output", "folder", metavar="DIR", help="Folder for curves.html and result.json.")
+@click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
+def _curves(
+    arguments: VirtualArguments, rate_scale: float, texts: tuple[str, ...], folder: str | None, force: bool
+) -> None:
+    """Run PLAN or WORKLOAD in virtual time with one thing changed at a time: every rate, every SLO, or burstiness.
+
+    Example: tenuto lab curves workload.yaml --gpus v100:4 --curve cv=0.5,1,2 -o curves
+    """
+    from tenuto_lab.experiments.curves_page import prepare_curves_folder, write_curves
+
+    axes, drawn = _axes(texts), dict[str, Curve]()
+    out = None if folder is None else prepare_curves_folder(Path(folder), force=force)
+    simulation = arguments.simulation()  # so that wrong input is an error, and not a point of a curve
+    for curve in curves(in_virtual_time(arguments.simulation), axes, rate_scale):
+        drawn[curve.axis], (factors, trial) = curve, curve.points[-1]
+        state = trial.invalid or f"{100 * trial.worst_attainment:.2f} % in time at worst"
+        tell(f"{curve.axis} {getattr(factors, curve.axis):g}: {state}")
+    document = {
+        "kind": "curves",
+        "source": arguments.source,
+        "how": f"in virtual time with {arguments.scheduler_name}, {arguments.duration_s:g} s a run (emulated)",
+        "rate_scale": rate_scale,
+        "curves": [curve.summary() for curve in drawn.values()],
+        "settings": {"scheduler": arguments.scheduler_name, "seed": arguments.seed},
+        "applications": [application.name for application in simulation.applications],
+    }
+    printed_as_json(document)
+    if out is not None:
+        tell(f"page: {write_curves(out, document | provenance(command_line()))}")
+
+
+def _axes(texts: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
+    axes: dict[str, tuple[float, ...]] = {} if texts else dict(AXES)
+    for text in texts:
+        axis, _, values = text.partition("=")
+        try:
+            axes[axis] = tuple(float(part) for part in values.split(",")) if values else AXES.get(axis, ())
+        except ValueError:
+            raise refused("--curve", text, "must list numbers behind '='", f"Write {axis}=0.5,1,2.") from None
+    check_axes(axes)
+    return axes
 
 
 @command.command("lines", short_help="Lines of code proper, by room.")

@@ -1,4 +1,4 @@
-"""The page and files of `tenuto goodput`: attainment against rate scale, SLO scale and burstiness."""
+"""The page and files of `tenuto lab curves`: attainment against rate scale, SLO scale and burstiness."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.batching.virtual.criterion import Goal
 from tenuto.loadgen.report.charts import Figure, Plot
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.report.run_page import how_it_was_made
@@ -20,21 +21,21 @@ _AXES = {
     "slo_scale": ("SLO", "factor on every SLO"),
     "cv": ("Burstiness", "coefficient of variation of the gaps (1: Poisson)"),
 }
-_FILES = ("result.json", "goodput.html")
+_FILES = ("result.json", "curves.html")
 
 
-def prepare_goodput_folder(folder: Path, *, force: bool) -> Path:
+def prepare_curves_folder(folder: Path, *, force: bool) -> Path:
     """Create the folder; see `prepare_folder`."""
-    return prepare_folder(folder, _FILES, "goodput", force=force)
+    return prepare_folder(folder, _FILES, "curves", force=force)
 
 
-def render_goodput(document: Mapping[str, Any]) -> str:
+def render_curves(document: Mapping[str, Any]) -> str:
     """Return the page as text; `document` is the content of result.json."""
     worst = "worst model or application" if document.get("applications") else "worst model"
-    required = document["required_attainment"]
+    required = Goal().attainment
     return (
-        templates(__package__)
-        .get_template("goodput.html")
+        templates(__package__, "tenuto.loadgen.report")
+        .get_template("curves.html")
         .render(
             document=document,
             worst=worst,
@@ -66,12 +67,12 @@ def _chart(curve: Mapping[str, Any], required: float, worst: str) -> Figure:
     return Figure(heading, plot, f"Attainment against {label}", note)
 
 
-def write_goodput(folder: Path, document: Mapping[str, Any]) -> Path:
+def write_curves(folder: Path, document: Mapping[str, Any]) -> Path:
     """Write result.json and the page; return the page's path.
 
     Raises:
         EnvironmentFaultError: a file cannot be written.
     """
-    texts = (json.dumps(document, indent=1, allow_nan=False) + "\n", render_goodput(document))
+    texts = (json.dumps(document, indent=1, allow_nan=False) + "\n", render_curves(document))
     write_files(folder, dict(zip(_FILES, texts, strict=True)))
     return folder / _FILES[1]
