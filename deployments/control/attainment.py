@@ -37,11 +37,14 @@ class Attainment:
         self._bad = 0.0
         self._lost = {}
 
-    def observe(self, now_s: float, seen: Mapping[str, ModelSeen]) -> list[str]:
+    def observe(
+        self, now_s: float, seen: Mapping[str, ModelSeen], dispersion: Mapping[str, float] | None = None
+    ) -> list[str]:
         """Add the requests that ended since the last look; return the models that lose more than they may.
 
         The test compares the requests of the last looks, as many as speak loudest, with the share that may be lost
-        (generalised likelihood ratio of a Bernoulli rate).
+        (generalised likelihood ratio of a Bernoulli rate, divided by the `dispersion` of the model's arrivals, as
+        requests that come together are lost together).
         """
         looked = [seen.get(name, ModelSeen()) for name in self._names]
         counts = np.array([[each.good, each.bad] for each in looked], dtype=np.float64).reshape(-1, 2)
@@ -62,7 +65,8 @@ class Attainment:
         loudest = ratio.argmax(axis=0)
         each = np.arange(len(self._names))
         self._lost = dict(zip(self._names, part[loudest, each].tolist(), strict=True))
-        is_bad = ratio[loudest, each] > FALSE_ALARM
+        spread = np.array([max(1.0, (dispersion or {}).get(name, 1.0)) for name in self._names])
+        is_bad = ratio[loudest, each] / spread > FALSE_ALARM
         return [name for name, is_worse in zip(self._names, is_bad, strict=True) if is_worse]
 
     def lost_part(self, models: Collection[str]) -> dict[str, float]:

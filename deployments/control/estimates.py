@@ -52,7 +52,7 @@ class Estimates:
         if seen.models:
             jumped = bool(self.rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()}))
         self.lengths.observe(seconds, seen.models)
-        losing = self.attainment.observe(now_s, seen.models)
+        losing = self.attainment.observe(now_s, seen.models, self.rates.dispersion)
         slower = self._learn_slowdowns(seen)
         if jumped or self.slow_news() is not None:
             self.unsettle(now_s)

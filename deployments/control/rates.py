@@ -230,6 +230,11 @@ class Rates:
         """The mean rate of every model now."""
         return self._named(self._mean)
 
+    @property
+    def dispersion(self) -> dict[str, float]:
+        """The index of dispersion of every model's arrivals in a second."""
+        return self._named(self._dispersion)
+
     def expected_rps(self, ahead_s: float) -> dict[str, float]:
         """Return the mean rate of every model `ahead_s` from now."""
         return self._named(self._ahead(ahead_s))
@@ -248,4 +253,4 @@ class Rates:
 
     def memory(self) -> RatesMemory:
         """Return what survives the controller."""
-        return RatesMemory(self.mean_rps, self._named(self._seconds), self._named(self._dispersion))
+        return RatesMemory(self.mean_rps, self._named(self._seconds), self.dispersion)

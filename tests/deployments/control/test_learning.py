@@ -142,3 +142,13 @@ def test_losses_beyond_chance_are_found_soon_and_chance_is_not() -> None:
     assert watch.lost_part(["m"])["m"] > 0.02
     watch.forget()
     assert not watch.observe(20_010, ended(50, 1))
+
+
+def test_requests_that_come_together_are_lost_together() -> None:
+    """A few of a burst were lost, and the model was planned for three times its rate from then on."""
+    watch = Attainment(["m"], target=0.99, window_s=600.0)
+    for second in range(100):
+        assert not watch.observe(second, ended(10, 0), {"m": 3.0})
+    assert not watch.observe(100, ended(2, 4), {"m": 3.0})
+    assert any(watch.observe(101 + second, ended(6, 4), {"m": 3.0}) for second in range(4))
+    assert watch.lost_part(["m"])["m"] < 0.5
