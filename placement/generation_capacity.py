@@ -15,6 +15,7 @@ shares is not known: no interference between them is counted.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -209,6 +210,43 @@ def carried(spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int
         sequences += max(1, sequences // 16)  # derived: steps of a sixteenth, finer than `RATE_STEP`
     spared = max((each for each in possible if each[0] <= BUSY_PART * most_rps), default=(0.0, 0))
     return max(spared, _carried_by_few(cost, room, generates, slo, prompt, output)) if room > 0 else spared
+
+
+def carried_by(spec: ModelSpec, replica: Replica, carries: Carries = carried) -> float:
+    """Return how many requests per second a replica carries of its model, as `carries` judges: infinite where the
+    lengths of requests are not known, 0 where it does not generate."""
+    if spec.generates is None or replica.steps is None:
+        return 0.0
+    if spec.generates.prompt_tokens is None or spec.generates.output_tokens is None:
+        return math.inf
+    rate_rps, _ = carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)
+    # The closed form stands in for the trials of the policy that planned it.
+    return rate_rps * (replica.tried if carries is carried else 1.0)
+
+
+def with_planned_rates(gpulets: Sequence[Gpulet], specs: Iterable[ModelSpec]) -> tuple[Gpulet, ...]:
+    """Return gpu-lets of which those that generate have as much of their model's rate as they carry of it. Dispatchers
+    send by planned rates, also to gpu-lets that were planned for what others left, or for nothing."""
+    known = {spec.name: spec for spec in specs if spec.generates is not None}
+    carried_rps: dict[tuple[object, ...], float] = {}  # of alike replicas once
+    rooms_rps, together_rps = dict[str, float](), dict.fromkeys(known, 0.0)
+    for gpulet in gpulets:
+        for replica in gpulet.models[:1]:  # a gpu-let that generates has one model
+            if replica.name in known:
+                key = replica.name, replica.steps, replica.kv_tokens, replica.tried
+                if key not in carried_rps:
+                    carried_rps[key] = carried_by(known[replica.name], replica)
+                rooms_rps[gpulet.id] = carried_rps[key]
+                together_rps[replica.name] += carried_rps[key]
+    shared = []
+    for gpulet in gpulets:
+        name = gpulet.models[0].name if gpulet.models else ""
+        if 0.0 < together_rps.get(name, 0.0) < math.inf:
+            part = min(1.0, known[name].rate_rps / together_rps[name])
+            replica = gpulet.models[0].model_copy(update={"rate_rps": round(part * rooms_rps[gpulet.id], 6)})
+            gpulet = gpulet.model_copy(update={"models": (replica,)})
+        shared.append(gpulet)
+    return tuple(shared)
 
 
 def _carried_by_few(

@@ -10,7 +10,6 @@ it is b - 1.) What gpu-lets serve that share programs is found in `component`.
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from functools import cached_property
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.component import NOTHING, AlikeGpulets, Component, Demand, ServedInTime
 from tenuto.placement.expectation.sharing import listed
-from tenuto.placement.generation_capacity import Carries, carried
+from tenuto.placement.generation_capacity import Carries, carried, carried_by
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.workload import ModelSpec
@@ -171,17 +170,10 @@ class Outlooks:
         room_rps = dict.fromkeys(specs, 0.0)
         for replica in (replica for gpulet in plan.gpulets for replica in gpulet.models if replica.name in specs):
             spec = specs[replica.name]
-            if spec.generates is None or replica.steps is None:
-                continue
-            if spec.generates.prompt_tokens is None or spec.generates.output_tokens is None:
-                room_rps[replica.name] = math.inf  # nothing is known against it
-                continue
-            key = id(spec.generates), spec.slo, replica.steps, replica.kv_tokens
+            key = id(spec.generates), spec.slo, replica.steps, replica.kv_tokens, replica.tried
             if key not in self._rooms:
-                carried_rps, _ = self._carries(spec, replica.steps, replica.kv_tokens or sys.maxsize)
-                self._rooms[key] = spec.generates, carried_rps
-            # The closed form stands in for the trials of the policy that planned it.
-            room_rps[replica.name] += self._rooms[key][1] * (replica.tried if self._carries is carried else 1.0)
+                self._rooms[key] = spec.generates, carried_by(spec, replica, self._carries)
+            room_rps[replica.name] += self._rooms[key][1]
         return room_rps
 
     def _asked_of(self, models: tuple[ModelSpec, ...], traffic: Traffic | None, more: float) -> dict[str, Demand]:

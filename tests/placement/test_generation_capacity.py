@@ -12,7 +12,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.explaining import explain
-from tenuto.placement.generation_capacity import GeneratingHost, carried
+from tenuto.placement.generation_capacity import GeneratingHost, carried, with_planned_rates
 from tenuto.placement.planner.generation_packing import Means, place_generating
 from tenuto.placement.policies.symphony.symphony_policy import Symphony
 from tenuto.placement.workload import ModelSpec
@@ -284,3 +284,20 @@ def test_a_trial_lasts_longer_than_a_queue_takes_to_be_late() -> None:
     host, minute = GeneratingHost(cost, 100_000, 1.0), round(60.0 * rate_rps)
     served = in_time(spec, [host], rate_rps, (7, 7), minute, refuses=True)
     assert served > 0.92  # to a tenth, as in `STEADY_SLOS`
+
+
+def test_gpulets_have_as_much_of_the_rate_as_they_carry() -> None:
+    """One that was added for little of the rate, or none, is sent as much as others that carry as much."""
+    plan = planned((writes(rate_rps=30.0), fixed()), 4)
+    writing = [g for g in plan.gpulets if g.models[0].steps is not None]
+    assert len(writing) > 1
+    first = writing[0].models[0]
+    unlike = first.model_copy(update={"rate_rps": 0.0}), first.model_copy(update={"rate_rps": None, "tried": 0.5})
+    gpulets = [g.model_copy(update={"models": (r,)}) for g, r in zip(writing, (*unlike, *[first] * 9), strict=False)]
+    others = [g for g in plan.gpulets if g not in writing]
+    shared = with_planned_rates([*gpulets, *others], plan.models)
+    rates = [g.models[0].rate_rps or 0.0 for g in shared[: len(gpulets)]]
+    assert shared[len(gpulets) :] == tuple(others)
+    assert rates[1] == pytest.approx(0.5 / first.tried * rates[0])
+    assert sum(rates) <= 30.0 + 1e-3
+    assert min(rates) > 0.0
