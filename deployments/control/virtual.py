@@ -82,14 +82,16 @@ class Window:
 class ControlledRun:
     """The results of a run: figures by window, the log, and every applied plan with its time and reason.
 
-    `applications` counts the requests of applications by outcome, end to end, when the caller counts them. `offline`
-    has the figures of offline requests, if there were some.
+    `present_s` says by type for how many seconds GPUs were there, with or without a gpu-let. `applications` counts the
+    requests of applications by outcome, end to end, when the caller counts them. `offline` has the figures of offline
+    requests, if there were some.
     """
 
     names: tuple[str, ...]
     windows: list[Window] = field(default_factory=list)
     entries: list[LogLine] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
+    present_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     applications: Mapping[str, Sequence[int]] = field(default_factory=dict)
     offline: Mapping[str, Any] = field(default_factory=dict)
 
@@ -220,6 +222,8 @@ class ControlledCluster:
             looks.append(look)
             self._controller.observe(now_s, self._seen(now_s, look))
             self._carry_out(now_s)
+            for kind in {gpu.device: gpu.whole_type for gpu in self._gpus.values()}.values():
+                self._result.present_s[kind] += look_s
             if now_s >= ends_s - 1e-9 or now_s >= duration_s:
                 self._close(now_s, looks)
                 looks = []

@@ -354,10 +354,12 @@ def day(args: argparse.Namespace) -> None:
         clairvoyant, peak = sum(found) * 300.0 / 3600.0, needed(epochs[: len(found)].max(axis=0)) * hours
         unit = "$" if by_price else "GPU-hours"
         held = paid(run, prices, now_s) if by_price else run.gpu_s / 3600.0
+        there = sum(seconds * ((prices[kind] or 0.0) if by_price else 1.0) for kind, seconds in run.present_s.items())
         print(
-            f"  {unit}: controller {held:.1f}, static plan for every model's peak {peak:.1f} ({held / peak:.2f} of "
-            f"it), clairvoyant per 300 s {clairvoyant:.1f} ({held / clairvoyant:.2f} of it; {keeps:.1f}, or "
-            f"{held / keeps:.2f}, where it promises every model 99 %); changes per hour "
+            f"  {unit}: controller {held:.1f} ({there / 3600.0:.1f} with GPUs that held nothing), static plan for "
+            f"every model's peak {peak:.1f} ({held / peak:.2f} of it), clairvoyant per 300 s {clairvoyant:.1f} "
+            f"({held / clairvoyant:.2f} of it; {keeps:.1f}, or {held / keeps:.2f}, where it promises every model "
+            f"99 %); changes per hour "
             f"{run.count(Kind.CHANGED) / hours:.1f}; models below 99 %: "
             + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none")
             + f"; the worst outside unannounced jumps {min(outside_jumps(run, counts).values()):.2%}",

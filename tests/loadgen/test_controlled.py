@@ -168,6 +168,7 @@ def test_gpus_are_cut_while_they_serve_and_count_once(first: str) -> None:
     if "mig" in first:
         assert len(last.used_gpus) > len(plan.used_gpus)
         assert run.gpu_s == 300.0
+        assert run.present_s["a100-80gb"] >= 300.0
         assert run.share_s < 150.0
     else:
         assert "managed" in {gpu.mig for gpu in last.gpus}
@@ -195,5 +196,7 @@ def test_spot_nodes_live_as_long_as_is_drawn_and_lose_no_request() -> None:
     served_s = np.diff([at_s for name, at_s in begins_s.items() if name.startswith("grown")])
     assert len(served_s) >= 3
     assert served_s.max() > 2.0 * served_s.min()
+    assert run.present_s["v100"] == 700.0
+    assert 0.0 < run.gpu_s <= sum(run.present_s.values())
     assert run.count(Kind.LATE) == 0  # a GPU that came, and has notice since, is not late
     assert run.ended().sum() == run.ended()[0, Outcome.OK] == len(load.times_ms)
