@@ -34,8 +34,8 @@ class Estimates:
         """Begin, or go on from memory."""
         self._settings = settings
         declared = _declared(memory.workload, memory.plan)
-        generating = _generating(memory.workload, memory.plan)
-        self.rates = Rates(declared, settings.rates, settings.attainment, memory.rates, generating=generating)
+        ttft_s = _ttft_s(memory.workload, memory.plan)
+        self.rates = Rates(declared, settings.rates, settings.attainment, memory.rates, ttft_s=ttft_s)
         named = _counting(memory.workload)
         self.attainment = Attainment(named, target=settings.attainment, window_s=settings.change.horizon_s)
         self.lengths = MeasuredLengths(settings.rates.average_s)
@@ -93,15 +93,15 @@ class Estimates:
 
     def set_workload(self, workload: Workload, running: Plan) -> None:
         """Follow these models; a new model starts from its declared rate."""
-        self.rates.set_models(_declared(workload, running), generating=_generating(workload, running))
+        self.rates.set_models(_declared(workload, running), ttft_s=_ttft_s(workload, running))
         self.attainment.set_models(_counting(workload))
 
     def expect_declared(self, names: Collection[str], workload: Workload, running: Plan) -> None:
         """Expect the declared rates of models that were idle and are asked again; what was lost of them is no news."""
         known = self.rates.memory()
         mean_rps = {name: rate for name, rate in known.mean_rps.items() if name not in names}
-        generating = _generating(workload, running)
-        self.rates.set_models(_declared(workload, running), replace(known, mean_rps=mean_rps), generating=generating)
+        ttft_s = _ttft_s(workload, running)
+        self.rates.set_models(_declared(workload, running), replace(known, mean_rps=mean_rps), ttft_s=ttft_s)
         self.unsettle(self._last_s or 0.0)
 
     def unsettle(self, now_s: float) -> None:
@@ -151,8 +151,11 @@ def _declared(workload: Workload, running: Plan) -> dict[str, float]:
     return rates | {s.name: s.rate_rps for s in running.models if s.model in stay and s.name not in rates}
 
 
-def _generating(workload: Workload, running: Plan) -> set[str]:
-    return {spec.name for spec in (*workload.models, *running.models) if spec.generates is not None}
+def _ttft_s(workload: Workload, running: Plan) -> dict[str, float]:
+    """Return how long requests wait for their first token, of the models that generate."""
+    return {
+        spec.name: spec.slo.ttft_ms / 1000.0 for spec in (*running.models, *workload.models) if spec.slo is not None
+    }
 
 
 def _counting(workload: Workload) -> tuple[str, ...]:

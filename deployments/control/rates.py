@@ -6,14 +6,15 @@ well. The planned rate is one that a second exceeds only as often as requests ma
 rate to come by the time the plan can be ready; when they fall, the highest of the last `settle_s`. So plans grow early
 and shrink late.
 
-Requests of a model that generates wait for seconds, and plans carry its mean. A jump from which its rate comes back
-within `average_s` was a burst: the mean goes on from before it, and the need of that time is forgotten.
+Requests of a model that generates wait for seconds, and plans carry its mean and what bursts bring in its TTFT. A jump
+from which its rate comes back within `average_s` was a burst: the mean goes on from before it, and the need of that
+time is forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from tenuto.deployments.control.settings import RateSettings
 from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.expectation.queueing import rate_with_bursts
 
 # Derived: twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom. By
 # chance it exceeds 24.6 with 7e-7: once in eight days for a model that is looked at twice a second.
@@ -82,10 +84,10 @@ class Rates:
         target: float,
         memory: RatesMemory,
         *,
-        generating: Collection[str] = (),
+        ttft_s: Mapping[str, float] | None = None,
     ) -> None:
         """Start from declared rates and what an earlier process remembered. `target`: wanted attainment, which says how
-        often a second may exceed the planned rate. `generating`: the models that generate."""
+        often a second may exceed the planned rate. `ttft_s`: of the models that generate, how long requests wait."""
         self._average_s, self._settle_s, self._floor_rps = settings.average_s, settings.settle_s, settings.floor_rps
         self._quantile = NormalDist().inv_cdf(target)
         self._names: tuple[str, ...] = ()
@@ -94,10 +96,15 @@ class Rates:
         self._needs: deque[_Need] = deque()  # the last `settle_s`, newest last
         self._now_s = 0.0
         self._jumps: dict[str, _Jump] = {}
-        self.set_models(declared_rps, memory, generating=generating)
+        self._target = target
+        self.set_models(declared_rps, memory, ttft_s=ttft_s)
 
     def set_models(
-        self, declared_rps: Mapping[str, float], memory: RatesMemory | None = None, *, generating: Collection[str] = ()
+        self,
+        declared_rps: Mapping[str, float],
+        memory: RatesMemory | None = None,
+        *,
+        ttft_s: Mapping[str, float] | None = None,
     ) -> None:
         """Estimate these models from now on; models that stay keep their estimates."""
         known = memory or self.memory()
@@ -120,10 +127,12 @@ class Rates:
                 _Need(old.until_s, *(moved(values, other) for values, other in zip(old[1:], new[1:], strict=True)))  # type: ignore[arg-type]
                 for old in self._needs
             )
-        self._names, self._generating = names, frozenset(generating)
-        averages_s = (max(self._average_s, BURST_MEMORY_S) if name in generating else self._average_s for name in names)
+        self._names, self._ttft_s = names, dict(ttft_s or {})
+        averages_s = (
+            max(self._average_s, BURST_MEMORY_S) if name in self._ttft_s else self._average_s for name in names
+        )
         self._averages_s = np.array([*averages_s])
-        self._jumps = {name: jump for name, jump in self._jumps.items() if name in self._generating}
+        self._jumps = {name: jump for name, jump in self._jumps.items() if name in self._ttft_s}
 
     def observe(self, now_s: float, seconds: float, arrived: Mapping[str, int]) -> list[str]:
         """Add what arrived in the `seconds` up to now; return the models whose rate has jumped."""
@@ -174,7 +183,7 @@ class Rates:
             if (jump := self._jumps.get(name)) is not None and jump.explains(latest[model], length[model]):
                 self._forget(model, self._jumps.pop(name))
                 jumped[model] = False
-            elif jump is None and name in self._generating and latest[model] > before * length[model]:
+            elif jump is None and name in self._ttft_s and latest[model] > before * length[model]:
                 self._jumps[name] = _Jump(self._now_s, surprise[model] / FALSE_ALARM, before, self._seconds[model])
         self._mean = np.where(jumped, latest / length, self._mean)
         self._seconds = np.where(jumped, length, self._seconds)
@@ -246,6 +255,9 @@ class Rates:
         highest = np.array([need.upper for need in needs]).argmax(axis=0).tolist()  # by model: the first of the highest
         mean = np.array([needs[at].mean[model] for model, at in enumerate(highest)])
         dispersion = np.array([needs[at].dispersion[model] for model, at in enumerate(highest)])
+        for model, name in enumerate(self._names):
+            if (ttft_s := self._ttft_s.get(name)) is not None:
+                mean[model] = rate_with_bursts(mean[model], dispersion[model], ttft_s, 1.0 - self._target)
         return Traffic(self._named(mean), self._named(dispersion), self._quantile)
 
     def _named(self, values: NDArray[np.float64]) -> dict[str, float]:

@@ -19,8 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 NO_WAIT_S = 1e-4  # derived: shortest assumed wait, below what is measured; it keeps quotients finite
+_NORMAL = NormalDist()
+_FURTHEST = 10.0  # limit: standard deviations; a normal variable is never further from its mean
+_CLOSE = 1e-3  # derived: of a standard deviation, which is less than any rate is known
 
 
 @dataclass(frozen=True)
@@ -157,3 +161,28 @@ def blocked_part(may_wait_ms: float, running: Sequence[tuple[float, float]], gpu
     """
     one = sum(part * max(0.0, 1.0 - may_wait_ms / batch_ms) for part, batch_ms in running if batch_ms > 0.0)
     return min(1.0, one) ** gpulets
+
+
+def rate_with_bursts(rate_rps: float, dispersion: float, patience_s: float, lost: float) -> float:
+    """Return the rate of Poisson arrivals for which servers carry these arrivals, of an index of dispersion above 1.
+
+    Requests wait for `patience_s`. What comes in such a time beyond what servers do in it is lost; its number is about
+    normal. Servers do as much more as loses the part `lost`, less what Poisson arrivals take.
+    """
+    most, mean = max(1.0, dispersion), rate_rps * patience_s
+    if mean <= 0.0:
+        return rate_rps
+
+    def spare(spread: float) -> float:
+        """Return by how many requests servers must exceed the mean: spread x L(z) = lost x mean, by the normal loss
+        L(z) = density(z) - z x (1 - distribution(z)), which falls."""
+        low, high = -_FURTHEST, _FURTHEST
+        while high - low > _CLOSE:
+            z = (low + high) / 2.0
+            if spread * (_NORMAL.pdf(z) - z * (1.0 - _NORMAL.cdf(z))) > lost * mean:
+                low = z
+            else:
+                high = z
+        return max(0.0, high * spread)
+
+    return rate_rps + (spare(math.sqrt(most * mean)) - spare(math.sqrt(mean))) / patience_s

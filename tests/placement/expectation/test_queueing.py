@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.placement.expectation.queueing import MeanBatch, Stream, blocked_part, lost_parts, used_part
+from tenuto.placement.expectation.queueing import (
+    MeanBatch,
+    Stream,
+    blocked_part,
+    lost_parts,
+    rate_with_bursts,
+    used_part,
+)
 
 streams = st.lists(
     st.builds(
@@ -72,3 +79,26 @@ def test_all_that_is_lost_falls_on_someone_and_most_on_what_serves_least(asked: 
     first, second, third = lost_parts([heavy, light, patient], 0.1)
     assert first > max(second, third)
     assert lost_parts([heavy, Stream(50.0, MeanBatch(1, 20.0), 60.0, weight=2.0)], 0.1)[1] < first
+
+
+@given(st.floats(0.0, 1000.0), st.floats(0.0, 50.0), st.floats(0.1, 10.0))
+def test_bursts_take_more_the_burstier_and_poisson_arrivals_nothing(
+    rate: float, more: float, patience_s: float
+) -> None:
+    assert rate_with_bursts(rate, min(1.0, more), patience_s, 0.01) == pytest.approx(rate)
+    bursty, burstier = (rate_with_bursts(rate, 1.0 + spread, patience_s, 0.01) for spread in (more, 2.0 * more))
+    assert rate - 1e-2 <= bursty <= burstier + 1e-2
+
+
+@pytest.mark.parametrize(("rate", "dispersion"), [(3.0, 10.0), (10.0, 7.0), (500.0, 16.0)])
+def test_no_more_comes_beyond_it_than_of_poisson_arrivals_beyond_their_rate(rate: float, dispersion: float) -> None:
+    """Groups of requests that come together, of a geometric size, in windows of two seconds."""
+    draws, size = np.random.default_rng(4), (dispersion + 1.0) / 2.0
+    groups = draws.poisson(2.0 * rate / size, 40_000)
+    came = groups + np.array([draws.negative_binomial(n, 1.0 / size) if n else 0 for n in groups])
+    assert came.var() / came.mean() == pytest.approx(dispersion, rel=0.1)
+    served = 2.0 * rate_with_bursts(rate, dispersion, 2.0, 0.01)
+    lost = np.maximum(0.0, came - served).sum() / came.sum()
+    poisson = draws.poisson(2.0 * rate, 40_000)
+    assert lost <= np.maximum(0.0, poisson - 2.0 * rate).sum() / poisson.sum()
+    assert np.maximum(0.0, came - 2.0 * rate).sum() / came.sum() > lost
