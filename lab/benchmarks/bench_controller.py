@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from statistics import NormalDist
 
@@ -51,6 +51,7 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload, solve
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.cluster import GpuGroup, Node
 from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.expectation.queueing import rate_with_bursts
 from tenuto.placement.generation_capacity import carried, options_of, with_lengths
 from tenuto.placement.planner import PlanTask, make_plan
 from tenuto.placement.planner.gpu_matching import gpus_of
@@ -313,15 +314,21 @@ def day(args: argparse.Namespace) -> None:
     }
     settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": args.policy}, "gpus": bounds})
     since = time.process_time()
-    epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(workload.models)).mean(axis=1)
+    by_epoch = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(workload.models))
+    epochs = by_epoch.mean(axis=1)
+    spreads = by_epoch.var(axis=1) / np.maximum(1e-9, epochs)
 
-    def needed(rates: NDArray[np.float64], attainment: float = 0.0) -> float:
-        """Return the GPUs, or their price, of the policy's plan for these mean rates with the bursts of a second. It
-        promises every model this part of the mean rate in time."""
+    def needed(rates: NDArray[np.float64], attainment: float = 0.0, spread: NDArray[np.float64] | None = None) -> float:
+        """Return the GPUs, or their price, of the policy's plan for these mean rates with the bursts of a second, or of
+        the TTFT of models that generate, of such a dispersion. It promises every model this part of the mean rate."""
         mean = Traffic({spec.name: float(rate) for spec, rate in zip(declared.models, rates, strict=True)})
         upper = np.maximum(0.1, rates)
-        if not args.generating:  # gpu-lets that generate are tried with bursts
+        if not args.generating:
             upper += SIGMAS * np.sqrt(upper)
+        elif spread is not None:
+            ttfts_s = [spec.slo.ttft_ms / 1000.0 for spec in declared.models if spec.slo is not None]
+            how = zip(upper.tolist(), spread.tolist(), ttfts_s, strict=True)
+            upper = np.array([rate_with_bursts(*each, 1.0 - attainment) for each in how])
         models = tuple(
             spec.model_copy(update={"rate_rps": float(rate)}) for spec, rate in zip(declared.models, upper, strict=True)
         )
@@ -349,7 +356,7 @@ def day(args: argparse.Namespace) -> None:
         report(f"day, {args.policy}, seed {args.seed}, {hours:g} h", run, time.process_time() - since)
         ended = epochs[len(found) : int(now_s // 300)]
         found.extend(needed(rates) for rates in ended)
-        promised.extend(needed(rates, KEPT) for rates in ended)
+        promised.extend(map(needed, ended, repeat(KEPT), spreads[len(found) - len(ended) :]))
         keeps = sum(promised) * 300.0 / 3600.0
         clairvoyant, peak = sum(found) * 300.0 / 3600.0, needed(epochs[: len(found)].max(axis=0)) * hours
         unit = "$" if by_price else "GPU-hours"
