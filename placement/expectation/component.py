@@ -122,7 +122,7 @@ class Component:
         """Return all requests, spread over the gpu-lets of their program as others leave them free."""
         hosts = {name: [k for k, own in enumerate(self._times_s) if name in own] for name in self._names}
         times_s = {name: [self._times_s[k][name] for k in on] for name, on in hosts.items()}
-        flows = {name: [self._asked[name].rate_rps / len(on)] * len(on) for name, on in hosts.items()}
+        flows = {name: [self._asked[name].rate_rps / len(on) for _ in on] for name, on in hosts.items()}
         free = [float(len(kind.gpulets)) for kind in self._kinds]
         for name, on in hosts.items():
             for k, rps, time_s in zip(on, flows[name], times_s[name], strict=True):

@@ -166,6 +166,16 @@ def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
     assert Outlooks().of(plan_of(model, slowdown=3.0)).parts["m"] == 0.0
 
 
+def test_who_is_late_on_gpulets_that_differ_is_promised_nothing_and_others_all() -> None:
+    plan = plan_of(("late", 10.0, 50.0, 1.0, 60.0), ("a", 10.0, 100.0, 1.0, 5.0), ("b", 10.0, 100.0, 1.0, 5.0))
+    [first] = plan.gpulets
+    second = first.model_copy(update={"id": "n0/0/b", "models": first.models[:2], "share_pct": 50.0})
+    plan = plan.model_copy(update={"gpulets": (first.model_copy(update={"share_pct": 50.0}), second)})
+    parts = Outlooks().of(plan).parts
+    assert parts["late"] == 0.0
+    assert min(parts["a"], parts["b"]) > 0.9
+
+
 def test_the_outlook_adds_up_to_what_is_expected() -> None:
     plan = plan_of(("a", 400.0, 100.0, 1.0, 5.0), ("b", 300.0, 80.0, 1.0, 8.0))
     outlook, expected = Outlooks().of(plan), expected_of(plan)
