@@ -242,8 +242,8 @@ class Candidates:
 
     @property
     def _generating_rps(self) -> dict[str, float]:
-        """What models that generate need: the mean. Their gpu-lets are planned for the bursts of Poisson arrivals, and
-        requests can wait out a busier second."""
+        """What models that generate need: the mean, which has what bursts bring while a request may wait. How much
+        Poisson arrivals vary counts in what their gpu-lets carry."""
         traffic, models = self.running.traffic, self.workload.models
         known = (spec.name for spec in models if spec.generates is not None and spec.name in traffic.mean_rps)
         return {name: traffic.mean_rps[name] for name in known}
