@@ -3,8 +3,10 @@ policy's fresh plan, the one that starts or loads fewest gpu-lets wins."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from tenuto.errors import InvalidInputError, refused
 from tenuto.placement.cluster import Cluster, Gpu
@@ -20,6 +22,7 @@ from tenuto.placement.planner.completion import complete_successor
 from tenuto.placement.planner.fault_tolerance import SLIGHT, Trial, unmet
 from tenuto.placement.planner.gpu_matching import match_to_running, renamed
 from tenuto.placement.planner.plan_order import PlanRank
+from tenuto.placement.planner.replica_placement import TRIED
 from tenuto.placement.planner.task import PlanTask
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 
@@ -30,8 +33,8 @@ def changes_of(old: Plan, plan: Plan) -> int:
 
 
 def plan_from_what_runs(task: PlanTask) -> tuple[Plan | None, Sequence[Plan]]:
-    """Return what runs, with the replicas that it lacks, where that promises all that can be asked for: the policy need
-    not plan. None: it does not, or only the policy's plan from nothing can tell, as on an elastic cluster, of
+    """Return what runs, with the few replicas that it lacks, where that promises all that can be asked for: the policy
+    need not plan. None: it does not, or only the policy's plan from nothing can tell, as on an elastic cluster, of
     applications, and where that plan is the measure. Return also what was tried."""
     if task.replaced.promises == "anew" or task.cluster.elastic or task.workload.applications:
         return None, ()
@@ -50,7 +53,7 @@ def plan_with_fewest_changes(task: PlanTask, anew: Plan, tried: Sequence[Plan] =
         task: with a running plan. Its gpu-lets outside the cluster are gone. The trial of a policy that promises what
             trials serve also judges plans near it.
         anew: the policy's plan of the task from nothing.
-        tried: what runs, and that with more replicas, as `plan_from_what_runs` tried them.
+        tried: what runs, and that with a few more replicas, as `plan_from_what_runs` tried them.
 
     Raises:
         InvalidInputError: keeping what runs already takes more changes.
@@ -74,9 +77,13 @@ class _MinimalChange:
         self._kept = restricted.model_copy(update={"gpus": listed, "notes": (), "believed": None})
         self._old, self._held = old, held
         self._made_anew: Plan | None = None
+        self._near_anew: Plan | None = None  # without its needless changes
         if anew is not None:
             self._made_anew = renamed(match_to_running(anew, self._kept, gpus, keep_idle=not cluster.elastic), old)
         self._rates_rps, self._at_most, self._ends_what_idles = rates_rps, at_most, running.promises == "anew"
+        # Where many replicas are missing, the policy's plan without its needless changes comes sooner than they do.
+        is_full = not cluster.elastic and used >= {gpu.id for gpu in gpus}
+        self._is_asked_first = running.promises == "larger" or (running.promises == "anew" and is_full)
         self._most_replicas = len(gpus) * len(rates_rps) if at_most is None else at_most
         # Formulas judge what is added, so the target is what formulas give for the fresh plan. What plans promise,
         # which trials may decide, chooses among the candidates.
@@ -85,7 +92,7 @@ class _MinimalChange:
             running_rps, fresh_rps = formula_rps(old), by_formulas if running.promises == "larger" else {}
             by_formulas = by_promise = {n: max(running_rps.get(n, 0.0), fresh_rps.get(n, 0.0)) for n in rates_rps}
         # Where the policy may plan after all, nothing less than a full promise stands for its plan.
-        full = task.attainment if anew is None and running.promises == "larger" else IN_FULL
+        full = task.attainment if running.promises == "larger" else IN_FULL
         self._parts = {name: min(full, by_formulas.get(name, 0.0) / rate) for name, rate in rates_rps.items()}
         self._least_rps = {
             name: (min(full, by_promise.get(name, 0.0) / rate) - SLIGHT) * rate for name, rate in rates_rps.items()
@@ -99,14 +106,14 @@ class _MinimalChange:
         self._source = Candidates(self._task.on(Cluster.of(gpus)))
 
     def from_what_runs(self) -> tuple[Plan | None, Sequence[Plan]]:
-        """Return what runs, else what runs with more replicas, with the note; None where that lacks anything. Return
+        """Return what runs, else that with a few more replicas, with the note; None where that lacks anything. Return
         also what was tried."""
         tried = []
-        for plan in self._with_what_runs():
+        # A replica is judged in so many places, and where the policy is asked, each gpu-let about once: see `_spared`.
+        few = max(1, len(self._kept.gpulets) // TRIED) if self._is_asked_first else self._most_replicas
+        for plan in chain(self._finished(self._kept), self._finished(self._kept, min(few, self._most_replicas))):
             tried.append(plan)
-            rank = self._rank(plan)
-            is_allowed = self._at_most is None or changes_of(self._old, plan) <= self._at_most
-            if is_allowed and not rank.lacking_rps and not rank.unmet_wishes:
+            if self._is_enough(plan):
                 return self._settled(plan), tried
         return None, tried
 
@@ -123,9 +130,16 @@ class _MinimalChange:
             best = min([best, *self._finished(smaller)], key=self._rank)
         return self._settled(best)
 
+    def _is_enough(self, plan: Plan) -> bool:
+        """Return whether a plan promises all that it is to, with no more changes than are allowed."""
+        rank = self._rank(plan)
+        is_allowed = self._at_most is None or changes_of(self._old, plan) <= self._at_most
+        return is_allowed and not rank.lacking_rps and not rank.unmet_wishes
+
     def _settled(self, best: Plan) -> Plan:
         """Return a plan without needless changes, with what survives losses and with the note."""
-        best = min([best, *self._spared(best)], key=self._rank)
+        if best is not self._near_anew:
+            best = min([best, *self._spared(best)], key=self._rank)
         if self._losses is not None and any(spec.survive for spec in self._task.workload.models):
             left = self._most_replicas - changes_of(self._old, best)
             best = next(self._finished(best, left, self._losses), best)
@@ -133,14 +147,17 @@ class _MinimalChange:
         note = f"near what runs: {self._described(best)}; made anew: {anew}"
         return best.model_copy(update={"notes": (*best.notes, note)})
 
-    def _with_what_runs(self) -> Iterator[Plan]:
-        yield from self._finished(self._kept)
-        yield from self._finished(self._kept, self._most_replicas)
-
     def _candidates(self) -> Iterator[Plan]:
-        yield from self._tried or self._with_what_runs()
+        yield from self._tried or self._finished(self._kept)
         if self._made_anew is not None:
             yield self._made_anew
+            if self._is_asked_first:
+                self._near_anew = next(self._spared(self._made_anew), self._made_anew)
+                yield self._near_anew
+                if self._is_enough(self._near_anew):
+                    return  # a search replica by replica takes longer, and mostly changes more
+        if self._is_asked_first or not self._tried:
+            yield from self._finished(self._kept, self._most_replicas)
         if self._at_most is None:
             for candidate in self._source.incremental(self._kept):
                 yield from self._finished(candidate.plan)
@@ -191,24 +208,34 @@ class _MinimalChange:
         promised = outlooks.promised(plan)[0]
         least = {name: min(part, self._parts.get(name, 0.0)) - SLIGHT for name, part in promised.items()}
         less, types, needed = plan, {gpu.id: gpu.type for gpu in plan.gpus}, set[object]()
-        for name in changed:
-            own = next(gpulet for gpulet in less.gpulets if gpulet.id == name)
-            undone = (before.get(name) if gpulet is own else gpulet for gpulet in less.gpulets)
+        hosted = {replica.name for gpulet in self._kept.gpulets for replica in gpulet.models}
+        models = {gpulet.id: sorted(replica.name for replica in gpulet.models) for gpulet in plan.gpulets}
+        # Halves of what changes are undone at once, and what new models need comes last.
+        changed.sort(key=lambda name: (not hosted.issuperset(models[name]), models[name], name))
+        halves = [changed]
+        while halves:
+            names = {*(half := halves.pop())}
+            own = tuple(gpulet for gpulet in less.gpulets if gpulet.id in names)
+            undone = (before.get(gpulet.id) if gpulet.id in names else gpulet for gpulet in less.gpulets)
             gpulets = {gpulet.id: gpulet for gpulet in undone if gpulet is not None}
-            beside = tuple(gpulet for gpulet in gpulets.values() if not {*own.gpus}.isdisjoint(gpulet.gpus))
-            change = types[own.gpu], alike_key(own), tuple(map(alike_key, beside))
-            if change in needed:  # as much is lost without this one as without the one before
+            on = {gpu for gpulet in own for gpu in gpulet.gpus}
+            beside = tuple(gpulet for gpulet in gpulets.values() if not on.isdisjoint(gpulet.gpus))
+            kinds = Counter((types[gpulet.gpu], alike_key(gpulet)) for gpulet in own)
+            change = frozenset(kinds.items()), frozenset(Counter(map(alike_key, beside)).items())
+            if change in needed:  # as much is lost without these as without those before
                 continue
             completed = sharing.completed(less.model_copy(update={"gpulets": beside})).gpulets
             gpulets |= {gpulet.id: gpulet for gpulet in completed}
             other = less.model_copy(update={"gpulets": tuple(gpulets.values())})
             # Under the objective `each`, what a model gets depends on all others.
-            changing = (own, *beside)
-            near = other.gpulets if plan.objective == "each" else connected_with(changing, other.gpulets)
+            near = other.gpulets if plan.objective == "each" else connected_with((*own, *beside), other.gpulets)
             parts = outlooks.promised(other.model_copy(update={"gpulets": near}))[0]
-            concerned = {replica.name for gpulet in (own, *near) for replica in gpulet.models} & least.keys()
+            concerned = {replica.name for gpulet in (*own, *near) for replica in gpulet.models} & least.keys()
             if all(parts.get(model, 0.0) >= least[model] for model in concerned):
                 less, needed = other, set()
+            elif len(half) > 1:
+                middle = len(half) // 2
+                halves += [half[middle:], half[:middle]]
             else:
                 needed.add(change)
         if less is not plan:

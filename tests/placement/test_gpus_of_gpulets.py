@@ -24,6 +24,7 @@ KNOWN = {
     ("placement/merging.py", "_program"): SINGLE,
     ("placement/planner/gpu_slices.py", "in_place"): SINGLE,
     ("placement/planner/candidates.py", "_beside"): SINGLE,
+    ("placement/planner/minimal_change.py", "_spared"): TYPE,
     ("placement/planner/mixed_workloads.py", "_with_assumptions"): TYPE,
     ("placement/planner/mixed_workloads.py", "_joined"): NAME,
     ("placement/planner/completion.py", "_measured_otherwise_than_here"): TYPE,

@@ -15,7 +15,7 @@ from tenuto.placement.cluster import InstancePlace, node_of
 from tenuto.placement.expectation.outlook import Traffic
 from tenuto.placement.placement_constraints import without
 from tenuto.placement.plan_edits import drained
-from tenuto.placement.planner import PlanTask, RunningPlan, make_plan, plan_without_places
+from tenuto.placement.planner import PlanTask, RunningPlan, make_plan, plan_on_fewest, plan_without_places
 from tenuto.placement.planner.fault_tolerance import with_losses
 from tenuto.placement.planner.gpu_matching import match_to_running
 from tenuto.placement.planner.minimal_change import changes_of, plan_from_what_runs, plan_with_fewest_changes
@@ -201,6 +201,21 @@ def test_the_policy_is_asked_only_where_what_runs_cannot_be_made_to_promise_all(
     for spec in asked.models:
         rate = min(least.get(spec.name, 0.0), 0.99 * spec.rate_rps, served(whole_way).get(spec.name, 0.0))
         assert served(made).get(spec.name, 0.0) >= rate - 1e-3 * spec.rate_rps
+
+
+@pytest.mark.parametrize("times", [1.2, 4.0, 8.0])
+def test_many_missing_replicas_come_from_the_plan_of_the_policy_and_a_few_do_not(times: float) -> None:
+    """Its plan is taken without what need not change."""
+    before, after = (dict.fromkeys("ab", (rate, 80.0)) for rate in (1500.0, 1500.0 * times))
+    symphony, asked, whole = load_policy("symphony", OPTIONS["symphony"]), workload(after), cluster(12)
+    old = plan_on_fewest(PlanTask(symphony, workload(before), whole, NOTHING))
+    running = RunningPlan(old, Traffic.declared(asked.models), most_changes=48, promises="larger")
+    plan = make_plan(PlanTask(symphony, asked, whole, NOTHING, running=running))
+    assert ("made anew: not needed" in plan.notes[-1]) == (changes_of(old, plan) <= 1)
+    assert not plan.unserved_reasons
+    anew = match_to_running(planned("symphony", asked, whole), old, whole.gpus, keep_idle=True)
+    assert changes_of(old, plan) < changes_of(old, anew)
+    assert plan.expected.gpus_used < anew.expected.gpus_used
 
 
 @given(entries, policies, st.sampled_from(["n0", "n1/0"]))
