@@ -352,9 +352,7 @@ def plan_of(
         for spec in specs
         if together[spec.name] < spec.rate_rps * (1.0 - 1e-6)
     }
-    parts = {spec.name: min(1.0, spec.rate_rps / max(1e-9, together[spec.name])) for spec in specs}
-    rates = [each.option.rate_rps * parts[each.option.spec.name] for each in laid]
-    return GeneratingPlan(tuple(gpulets_of(laid, profiles, rates, memory or {})), goodput, reasons)
+    return GeneratingPlan(with_planned_rates(gpulets_of(laid, profiles, memory or {}), specs), goodput, reasons)
 
 
 def options_of(
@@ -433,17 +431,15 @@ def room_mib(gpu: Gpu, part: float, profiles: Profiles) -> float:
     return _MEMORY_PART * part * (gpu.memory_mib or 0.0) - context_mib_of(gpu.type, profiles)
 
 
-def gpulets_of(
-    laid: Sequence[PlacedShare], profiles: Profiles, rates_rps: Sequence[float], memory: Mapping[str, float]
-) -> list[Gpulet]:
-    """Return the gpu-lets. Those on a GPU get its memory, or such a part of it, in proportion to their shares.
-    `rates_rps` is what is planned for each. Their ids are numbered."""
+def gpulets_of(laid: Sequence[PlacedShare], profiles: Profiles, memory: Mapping[str, float]) -> list[Gpulet]:
+    """Return the gpu-lets, each planned for all that its share carries. Those on a GPU get its memory, or such a part
+    of it, in proportion to their shares. Their ids are numbered."""
     taken: dict[str, float] = {}
     for each in laid:
         for gpu in each.gpus:
             taken[gpu.id] = taken.get(gpu.id, 0.0) + each.option.share_pct
     gpulets: list[Gpulet] = []
-    for number, (each, rate_rps) in enumerate(zip(laid, rates_rps, strict=True)):
+    for number, each in enumerate(laid):
         option, (first, *others) = each.option, each.gpus
         part = min(memory.get(gpu.id, 1.0) * option.share_pct / taken[gpu.id] for gpu in each.gpus)
         spec, kv_tokens, used_mib = option.spec, option.kv_tokens, None
@@ -459,7 +455,7 @@ def gpulets_of(
         replica = Replica(
             name=spec.name,
             batch_size=1 if spec.generates is None else spec.generates.max_sequences,
-            rate_rps=round(rate_rps, 6),
+            rate_rps=round(option.rate_rps, 6),
             memory_mib=used_mib,
             weights_mib=option.weights_mib,
             steps=option.steps,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
-from operator import attrgetter
 from typing import Any
 
 from tenuto.errors import Problem, one_of, raise_if_any
@@ -14,7 +13,6 @@ from tenuto.placement.cluster import Cluster, whole_of
 from tenuto.placement.costs import ModelOnGpu, costs_of
 from tenuto.placement.expectation.outlook import alike_key, expected_of
 from tenuto.placement.expectation.sharing import Sharing
-from tenuto.placement.generation_capacity import with_planned_rates
 from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Expected, Plan, PlannedGpu, PolicyUsed
@@ -76,8 +74,6 @@ def complete(
         without = tuple(spec.name for spec in workload.models if spec.name not in held)
         reasons = {name: plan.unserved_reasons.get(name, "no room was found for it") for name in without}
         plan = plan.model_copy(update={"unserved": without, "unserved_reasons": {**plan.unserved_reasons, **reasons}})
-    if any(map(attrgetter("generates"), plan.models)) and (parts is not None or plan is not before):
-        plan = plan.model_copy(update={"gpulets": with_planned_rates(plan.gpulets, plan.models)})
     plan = apply_merging(plan, workload, profiles, sharing.completed)
     plan = with_caps(plan, cluster, scene.contexts_mib)
     notes = list(plan.notes)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from operator import attrgetter
 
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.components import connected_components, connected_with
@@ -29,6 +30,7 @@ from tenuto.placement.generation_capacity import (
     gpulets_of,
     options_of,
     shares_of,
+    with_planned_rates,
 )
 from tenuto.placement.placement_constraints import asks, domain_of, may_lie, prefers
 from tenuto.placement.plan import Plan, PlannedGpu
@@ -84,7 +86,8 @@ class PlacementContext:
 def arranged(
     plan: Plan, scene: PlacementContext, *, parts: Mapping[str, float] | None = None, at_most: int | None = None
 ) -> Plan:
-    """Return a plan of any policy with its replicas where the models ask; the plan itself when no model asks.
+    """Return a plan of any policy with its replicas where the models ask; the plan itself when no model asks. Its
+    gpu-lets that generate share their models' rates anew.
 
     On a fixed cluster some wishes cannot be met. They are left unmet, and `not_surviving` names them.
 
@@ -103,12 +106,15 @@ def arranged(
             return plan
         outlooks = Outlooks(carries=scene.carries)
         aims = outlooks.of(plan.model_copy(update={"models": scene.workload.models})).parts
-        return _with_replicas(_apart(plan, constrained) if is_fixed else plan, scene, aims)
-    if is_fixed and constrained:
-        plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, constrained))})
-    if at_most == 0:
+        plan = _with_replicas(_apart(plan, constrained) if is_fixed else plan, scene, aims)
+    else:
+        if is_fixed and constrained:
+            plan = plan.model_copy(update={"gpulets": tuple(_allowed(plan.gpulets, plan.gpus, constrained))})
+        if at_most != 0:
+            plan = _with_replicas(plan, scene, parts, at_most, promises=True)
+    if not any(map(attrgetter("generates"), scene.workload.models)):
         return plan
-    return _with_replicas(plan, scene, parts, at_most, promises=True)
+    return plan.model_copy(update={"gpulets": with_planned_rates(plan.gpulets, scene.workload.models)})
 
 
 def _allowed(
@@ -501,12 +507,11 @@ class _ReplicaAdder:
             if option.weights_mib is None and others:
                 continue
             together = [*(each for each in unit if each is not None), option]
-            rates = [*(g.models[0].rate_rps or 0.0 for g in writing), option.rate_rps]
             if len(together) <= len(unit):
                 continue  # what lies there is not known
             part = 1.0 - fixed_mib / known.memory_mib
             laid = [PlacedShare(each, (known,)) for each in together]
-            *grown, new = gpulets_of(laid, self._scene.sharing.profiles, rates, {known.id: part})
+            *grown, new = gpulets_of(laid, self._scene.sharing.profiles, {known.id: part})
             holds = [g.models[0].kv_tokens or 0 for g in (*grown, new)]
             if any(held < LEAST_MEMORY * o.kv_tokens for held, o in zip(holds, together, strict=True)):
                 continue

@@ -301,3 +301,16 @@ def test_gpulets_have_as_much_of_the_rate_as_they_carry() -> None:
     assert rates[1] == pytest.approx(0.5 / first.tried * rates[0])
     assert sum(rates) <= 30.0 + 1e-3
     assert min(rates) > 0.0
+
+
+@pytest.mark.usefixtures("by_formula")
+@pytest.mark.parametrize("survive", [None, 0.5, 1.0])
+@pytest.mark.parametrize("rate_rps", [5.0, 60.0, 500.0])
+def test_plans_share_a_rate_by_one_rule_whatever_placed_the_gpulets(rate_rps: float, survive: float | None) -> None:
+    """Those on GPUs apart, beside other models, added for a loss, or too few for all."""
+    plan = planned((writes(rate_rps=rate_rps, survive=survive), writes("beside", rate_rps=3.0), fixed()), 4)
+    assert with_planned_rates(plan.gpulets, plan.models) == plan.gpulets
+    for spec in plan.models[:2]:
+        rates = [r.rate_rps or 0.0 for g in plan.gpulets for r in g.models if r.name == spec.name]
+        assert rates
+        assert sum(rates) <= spec.rate_rps + 1e-3
