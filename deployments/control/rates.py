@@ -258,6 +258,7 @@ class Rates:
         for model, name in enumerate(self._names):
             if (ttft_s := self._ttft_s.get(name)) is not None:
                 mean[model] = rate_with_bursts(mean[model], dispersion[model], ttft_s, 1.0 - self._target)
+                dispersion[model] = 0.0
         return Traffic(self._named(mean), self._named(dispersion), self._quantile)
 
     def _named(self, values: NDArray[np.float64]) -> dict[str, float]:

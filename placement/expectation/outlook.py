@@ -39,7 +39,7 @@ EVENED_OUT = 0.97
 @dataclass(frozen=True)
 class Traffic:
     """Requests that models are offered: the mean per second, and the index of dispersion of the number in a second (1
-    for Poisson arrivals, the default).
+    for Poisson arrivals, the default; 0 where the mean has what bursts bring, and gpu-lets are tried with the rest).
 
     `sigmas`: how many standard deviations more a second may bring, as rarely as requests may be lost.
     """

@@ -214,8 +214,7 @@ class Candidates:
         The first attempt plans for every model's whole burst. The second plans for less where models share gpu-lets in
         the first, unless that plan would not carry the traffic. On an elastic cluster it is then made to carry it.
         """
-        traffic, generating_rps = self.running.traffic, self._generating_rps
-        upper_rps = traffic.upper_rps | generating_rps
+        traffic, upper_rps = self.running.traffic, self.running.traffic.upper_rps
 
         def planned(rates_rps: Mapping[str, float], to_carry: Traffic) -> Plan:
             models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in self.workload.models)
@@ -228,7 +227,7 @@ class Candidates:
             return self._as_profiled(done, workload).model_copy(update={"notes": plan.notes})
 
         plan = smaller = planned(upper_rps, _NOTHING)
-        pooled_rps = _pooled_rps(plan, traffic) | generating_rps
+        pooled_rps = _pooled_rps(plan, traffic)
         if pooled_rps != upper_rps:
             smaller = planned(pooled_rps, _NOTHING)
         missing = self.missing(smaller).keys()
@@ -239,14 +238,6 @@ class Candidates:
             return smaller if missing <= most else plan
         smaller = planned(pooled_rps, traffic)
         return smaller if self.missing(smaller).keys() <= most else planned(upper_rps, traffic)
-
-    @property
-    def _generating_rps(self) -> dict[str, float]:
-        """What models that generate need: the mean, which has what bursts bring while a request may wait. How much
-        Poisson arrivals vary counts in what their gpu-lets carry."""
-        traffic, models = self.running.traffic, self.workload.models
-        known = (spec.name for spec in models if spec.generates is not None and spec.name in traffic.mean_rps)
-        return {name: traffic.mean_rps[name] for name in known}
 
     def _devices_to_cut(self, counts: Mapping[str, int]) -> list[frozenset[str]]:
         """Return sets of so many GPUs to cut, by type: those with most gpu-lets, of which some can stay, and those with
@@ -365,7 +356,7 @@ class Candidates:
     def _bought(self, missing: Mapping[str, float], types: Iterable[str]) -> Plan:
         """Return the policy's plan for missing parts of models, on as many GPUs of these types as it takes. What the
         policy leaves out gets replicas until it is carried, as in a plan anew."""
-        traffic, upper_rps = self.running.traffic, self.running.traffic.upper_rps | self._generating_rps
+        traffic, upper_rps = self.running.traffic, self.running.traffic.upper_rps
         short = tuple(
             spec.model_copy(update={"rate_rps": missing[spec.name] * upper_rps[spec.name], **ANYWHERE})
             for spec in self.workload.models

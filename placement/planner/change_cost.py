@@ -167,7 +167,7 @@ class ChangeScale:
             return 0.0
         spread = self._running.traffic.dispersion
         variances = (
-            (weights.get(name, 1.0) * more) ** 2 * spread.get(name, 1.0) / max(rates_rps[name], NOTHING)
+            (weights.get(name, 1.0) * more) ** 2 * max(1.0, spread.get(name, 1.0)) / max(rates_rps[name], NOTHING)
             for name, more in gives.items()
         )
         return CHANCE * math.sqrt(sum(variances) / (2.0 * self._terms.average_s))

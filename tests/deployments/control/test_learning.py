@@ -76,8 +76,10 @@ def test_a_burst_of_a_model_that_generates_is_no_need(lasts_s: int, at_s: int) -
         known.observe(second, 1.0, {name: rng.poisson(rate_rps) for name in ("waits", "fixed")})
     # The declared rate counts for 20 s, and then all that came.
     assert known.mean_rps["waits"] == pytest.approx(50.0 + 450.0 * lasts_s / (20 + at_s + lasts_s + 21), rel=0.2)
-    mean_rps = known.traffic().mean_rps
+    mean_rps, upper_rps = known.traffic().mean_rps, known.traffic().upper_rps
     assert known.mean_rps["waits"] < mean_rps["waits"] < 500.0 < mean_rps["fixed"] + 50.0
+    assert upper_rps["waits"] == mean_rps["waits"]  # bursts count once
+    assert upper_rps["fixed"] > mean_rps["fixed"]
     again = [known.observe(100.0 + second, 1.0, {"waits": 50 if second else 300}) for second in range(10)]
     assert not any("waits" in jumped for jumped in again)
 

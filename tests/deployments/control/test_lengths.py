@@ -17,11 +17,13 @@ from tenuto.loadgen.schedule import make_load, make_schedule
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
+from tenuto.placement.expectation.queueing import rate_with_bursts
 from tenuto.placement.generates import Lengths
 from tenuto.placement.generation_capacity import carried
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import Profile, Profiles, StepCost
 from tenuto.profiles.generation import Generation, StepsAt
+from tests.deployments.control.desk import Desk
 
 RATE, SECONDS, STEP_S = 13.0, 120.0, 40.0
 COST = StepCost.line(10.0, 0.05, 0.2, 0.0, 0.0)
@@ -80,6 +82,20 @@ def test_answers_twice_as_long_bring_another_plan_at_the_same_rate() -> None:
     assert plan.models[0].generates == ModelSpec.model_validate(MODEL).generates  # declared ones stay declared
     late = longer.windows[-1].ended[0]
     assert late[Outcome.OK] >= 0.99 * late.sum()
+
+
+@pytest.mark.parametrize("every_s", [1, 10])
+def test_the_status_says_the_rate_that_gpulets_are_planned_for(every_s: int) -> None:
+    """Bursts count once: within the TTFT, and not also within a second, as those of models of fixed cost do."""
+    workload, cluster = Workload.model_validate({"models": [MODEL]}), Cluster.parse("v100:3")
+    desk = Desk(solve(load_policy("tenuto", {}), workload, cluster, profiles()), cluster.gpus, {"mode": "advise"})
+    for second in range(600):  # all requests of so many seconds come at once
+        desk.rates["m"] = 0.0 if second % every_s else every_s * RATE
+        desk.look()
+    expected_rps = rate_with_bursts(RATE, desk.controller.rates.dispersion["m"], 1.0, 0.01)
+    assert desk.controller.state().planned_for_rps["m"] == pytest.approx(expected_rps, rel=0.05)
+    asked_rps = [question.request.running.traffic.upper_rps["m"] for question in desk.questions]
+    assert max(asked_rps[1:], default=0.0) < 1.05 * expected_rps  # the first burst may be a jump
 
 
 def test_answers_that_go_on_for_minutes_after_the_end_are_counted() -> None:
