@@ -295,7 +295,7 @@ class Controller:
             self._workload,
             estimates.rates.memory(),
             dict(estimates.slowdowns),
-            dict(estimates.surplus),
+            dict(estimates.surpluses),
             change_state.durations,
             *change_state.rate_limit.memory(),
             self.paused,

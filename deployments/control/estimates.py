@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tenuto.deployments.control.attainment import Attainment
+from tenuto.deployments.control.change_rate_limit import HOUR_S
 from tenuto.deployments.control.interface import Observation
 from tenuto.deployments.control.lengths import MeasuredLengths
 from tenuto.deployments.control.rates import Rates
-from tenuto.deployments.control.remembered import Memory
+from tenuto.deployments.control.remembered import Memory, Surplus
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.placement import Plan, Workload
+from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import Outlook, Outlooks, Traffic
 
 FOLLOW = 0.3  # derived from the dispatcher's own corrections (`LatencyRatios`): weight of the newest in its average
@@ -39,7 +42,7 @@ class Estimates:
         named = _counting(memory.workload)
         self.attainment = Attainment(named, target=settings.attainment, window_s=settings.change.horizon_s)
         self.lengths = MeasuredLengths(settings.rates.average_s)
-        self.slowdowns, self.surplus = dict(memory.slowdowns), dict(memory.surplus)
+        self.slowdowns, self.surpluses = dict(memory.slowdowns), dict(memory.surpluses)
         self._asked_slowdowns = dict(memory.slowdowns)  # what the last planning assumed
         self._unsettled_s = 0.0  # time of the last event that explains lost requests
         self._last_s: float | None = None
@@ -52,6 +55,8 @@ class Estimates:
         if seen.models:
             jumped = bool(self.rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()}))
         self.lengths.observe(seconds, seen.models)
+        faded = {n: replace(s, factor=s.factor ** math.exp(-seconds / s.fades_s)) for n, s in self.surpluses.items()}
+        self.surpluses = {name: surplus for name, surplus in faded.items() if surplus.factor > 1.0 + NOTHING}
         losing = self.attainment.observe(now_s, seen.models, self.rates.dispersion)
         slower = self._learn_slowdowns(seen)
         if jumped or self.slow_news() is not None:
@@ -119,20 +124,26 @@ class Estimates:
 
     def raise_surplus(self, losing: Sequence[str]) -> None:
         """Plan for more than is offered when requests are lost although all else is as planned. When a part r is lost,
-        N/(1-r) of what was planned for would carry all (Symphony, section 3.5)."""
+        N/(1-r) of what was planned for would carry all (Symphony, section 3.5).
+
+        That fades with the length of the window in which losses are judged as time constant. When it has to be learnt
+        again before it is forgotten, the constant doubles, as the wait after changes that fail in a row does.
+        """
         for name, part in self.attainment.lost_part(losing).items():
-            self.surplus[name] = self.surplus.get(name, 1.0) / max(0.25, 1.0 - part)  # limit: four times the rate
+            old = self.surpluses.get(name, Surplus(1.0, self._settings.change.horizon_s / 2.0))
+            factor = old.factor / max(0.25, 1.0 - part)  # limit: four times the rate
+            self.surpluses[name] = Surplus(factor, min(HOUR_S, 2.0 * old.fades_s))
         self.attainment.forget()
 
     def traffic(self, ahead_s: float) -> Traffic:
         """Return what a plan that is ready in `ahead_s` has to carry: the expected traffic, times what unexplained
         losses have taught."""
         traffic = self.rates.traffic(ahead_s)
-        return Traffic(
-            {name: rate * self.surplus.get(name, 1.0) for name, rate in traffic.mean_rps.items()},
-            {name: value * self.surplus.get(name, 1.0) for name, value in traffic.dispersion.items()},
-            traffic.sigmas,
-        )
+        mean_rps, dispersion = dict(traffic.mean_rps), dict(traffic.dispersion)
+        for name in self.surpluses.keys() & mean_rps.keys():
+            mean_rps[name] *= self.surpluses[name].factor
+            dispersion[name] *= self.surpluses[name].factor
+        return Traffic(mean_rps, dispersion, traffic.sigmas)
 
     def outlook(self, plan: Plan, traffic: Traffic) -> tuple[Outlook, Mapping[str, float]]:
         """Return what a plan would serve with present slowdowns, and the models with too few requests in time, with

@@ -41,6 +41,15 @@ class ChangeUnderWay:
 
 
 @dataclass(frozen=True)
+class Surplus:
+    """By which `factor` more than is offered a model is planned for, as losses that nothing explained have taught, and
+    the time constant with which that is forgotten."""
+
+    factor: float
+    fades_s: float
+
+
+@dataclass(frozen=True)
 class Memory:
     """What survives the controller. `plan` was applied last, `workload` is declared, `edits` are entries that `tenuto
     model` set or removed (None) since the last plan file. `number`: of the desired deployment, or edits, begun last."""
@@ -49,7 +58,7 @@ class Memory:
     workload: Workload
     rates: RatesMemory = field(default_factory=RatesMemory)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
-    surplus: Mapping[str, float] = field(default_factory=dict)
+    surpluses: Mapping[str, Surplus] = field(default_factory=dict)
     durations: Durations | None = None
     changes_s: tuple[float, ...] = ()
     quiet_until_s: float = 0.0

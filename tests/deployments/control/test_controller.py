@@ -420,6 +420,21 @@ def test_attainment_that_falls_after_a_change_rolls_it_back() -> None:
     assert desk.controller.plan.to_data() == ONE.to_data()
 
 
+def test_a_loss_that_nothing_explains_raises_what_is_planned_for_and_is_forgotten_in_time() -> None:
+    desk = Desk(ONE, GPUS, {"when": {"underused": None}})
+    before_rps = desk.controller.state().planned_for_rps
+    desk.lost["a"] = 0.3
+    desk.look(40)
+    desk.lost["a"] = 0.0
+    desk.restart()
+    assert desk.controller.state().planned_for_rps["a"] > 1.3 * before_rps["a"]
+    desk.look(1800)
+    assert desk.controller.state().planned_for_rps == pytest.approx(before_rps, rel=0.02)
+    desk.lost["a"] = 0.3
+    desk.look(40)
+    assert desk.controller.state().planned_for_rps["a"] > 1.3 * before_rps["a"]
+
+
 def test_a_gpu_that_is_lost_soon_after_a_change_is_not_blamed_on_it() -> None:
     split = make_plan({"n0/0/b": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
     desk = Desk(ONE, GPUS, {"rates": {"settle_s": 1}})

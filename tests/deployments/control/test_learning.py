@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from tenuto.deployments.control.attainment import Attainment
-from tenuto.deployments.control.interface import ModelSeen
+from tenuto.deployments.control.estimates import Estimates
+from tenuto.deployments.control.interface import ModelSeen, Observation
 from tenuto.deployments.control.rates import Rates, RatesMemory
-from tenuto.deployments.control.settings import RateSettings
+from tenuto.deployments.control.remembered import Memory
+from tenuto.deployments.control.settings import ControlSettings, RateSettings
+from tests.instruments.plans import make_plan
 
 
 def rates(declared: dict[str, float], *, ttft_s: Mapping[str, float] | None = None, **changes: float) -> Rates:
@@ -155,3 +158,26 @@ def test_requests_that_come_together_are_lost_together() -> None:
     assert not watch.observe(100, ended(2, 4), {"m": 3.0})
     assert any(watch.observe(101 + second, ended(6, 4), {"m": 3.0}) for second in range(4))
     assert watch.lost_part(["m"])["m"] < 0.5
+
+
+@pytest.mark.parametrize("takes", [1.0, 1.1, 1.25, 2.0])
+def test_losses_that_repeat_are_learnt_ever_longer_and_others_are_forgotten(takes: float) -> None:
+    """A model loses a fifth of its requests once, and then for a day whenever it is planned for less than it takes."""
+    plan = make_plan({"n0/0/a": (100.0, ["m"])})
+    known = Estimates(ControlSettings(), Memory(plan, plan.workload))
+    learnt_s: list[float] = []
+    for now_s in range(0, 86_400, 20):
+        planned = known.traffic(0.0).mean_rps["m"] / known.rates.traffic().mean_rps["m"]
+        bad = 400 if planned < takes or not learnt_s else 0
+        losing = known.observe(float(now_s), Observation(ended(2_000 - bad, bad), frozenset(), ())).losing
+        if losing:
+            known.raise_surplus(losing)
+            learnt_s.append(now_s)
+    if takes == 1.0:
+        assert learnt_s == [0]
+        assert not known.surpluses
+    else:
+        assert 2 <= len(learnt_s) < 100
+        assert known.surpluses["m"].factor < 1.25 * takes / 0.99
+        by_quarter = np.histogram(learnt_s, 4, (0.0, 86_400.0))[0]
+        assert by_quarter[0] > by_quarter[-1]
