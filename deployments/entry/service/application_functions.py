@@ -23,7 +23,8 @@ from tenuto.profiles.networks.hooks import made_inputs
 from tenuto.profiles.networks.import_factory import imported
 
 Described = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
-ResultTensor = tuple[str, str, tuple[int, ...], int]  # the same, and its length in bytes
+MadeTensor = tuple[str, str, tuple[int, ...], int]  # the same, and its length in bytes
+MadeTensors = tuple[list[list[MadeTensor]], list[memoryview]]  # of each request or of an answer, and the bytes of all
 
 
 _PARAMETERS = "parameters"
@@ -60,12 +61,6 @@ class CallFunction(msgspec.Struct, frozen=True, tag=8):
     places: list[PartPlace]
 
 
-class FunctionResult(msgspec.Struct, frozen=True, tag=9):
-    """What a function made: the inputs of each request, or the outputs of the application; their bytes follow."""
-
-    requests: list[list[ResultTensor]]
-
-
 class ApplicationFunctions:
     """The functions of one application."""
 
@@ -89,25 +84,21 @@ class ApplicationFunctions:
         }
         return self._functions[call.function](request, stages)
 
-    def packed(self, call: CallFunction, made: Any) -> tuple[FunctionResult, Sequence[memoryview]]:
+    def packed(self, call: CallFunction, made: Any) -> MadeTensors:
         """Return what a function returned as it travels; raises `InvalidInputError` if it fits nothing."""
         source, model = self._sources[call.function], self._models[call.function]
         if model is None:
-            pairs = [[_packed_output(name, value) for name, value in _mapping(source, made).items()]]
-        else:
-            requests = [made] if isinstance(made, Mapping) else made
-            if not isinstance(requests, list | tuple):
-                rule = f"returned a {type(made).__name__}"
-                raise refused(source, None, rule, "Return the inputs of a request by name, or a list of such.")
-            if len(requests) > call.most:
-                rule = f"made {len(requests)} requests, `most` is {call.most}"
-                raise refused(source, None, rule, "Raise `most` of the stage, or make fewer.")
-            if model.generates is not None:
-                requests = [{PROMPT: _packed_prompt(source, each)} for each in requests]
-            arrays = [made_inputs(model, each, source) for each in requests]
-            pairs = [[_packed(t.name, array) for t, array in zip(model.inputs, each, strict=True)] for each in arrays]
-        returned = FunctionResult([[described for described, _ in each] for each in pairs])
-        return returned, [part for each in pairs for _, part in each]
+            return _packed([[_output(name, value) for name, value in _mapping(source, made).items()]])
+        requests = [made] if isinstance(made, Mapping) else made
+        if not isinstance(requests, list | tuple):
+            rule = f"returned a {type(made).__name__}"
+            raise refused(source, None, rule, "Return the inputs of a request by name, or a list of such.")
+        if len(requests) > call.most:
+            rule = f"made {len(requests)} requests, `most` is {call.most}"
+            raise refused(source, None, rule, "Raise `most` of the stage, or make fewer.")
+        if model.generates is not None:
+            requests = [{PROMPT: _packed_prompt(source, each)} for each in requests]
+        return pack_requests(model, [made_inputs(model, each, source) for each in requests])
 
 
 def _arrays(described: Sequence[Described], parts: Iterator[InputPart]) -> dict[str, Any]:
@@ -146,7 +137,7 @@ def _packed_prompt(source: str, made: Any) -> list[bytes]:
         raise refused(source, None, f"made no prompt ({error})", "Correct it in the function.") from None
 
 
-def _packed_output(name: str, value: Any) -> tuple[ResultTensor, memoryview]:
+def _output(name: str, value: Any) -> tuple[str, Array]:
     """Return an output of the application: an array of numbers, a text or bytes, or several texts."""
     values = [value] if isinstance(value, str | bytes) else value
     try:
@@ -161,7 +152,7 @@ def _packed_output(name: str, value: Any) -> tuple[ResultTensor, memoryview]:
     except (ValueError, TypeError) as error:
         rule = f"is no array of numbers, no text and no bytes ({error})"
         raise refused(f"outputs.{name}", type(value).__name__, rule, "Convert it in the function.") from None
-    return _packed(name, array)
+    return name, array
 
 
 def _checked_bytes(value: Any) -> bytes:
@@ -170,10 +161,21 @@ def _checked_bytes(value: Any) -> bytes:
     return value
 
 
-def _packed(name: str, array: Array) -> tuple[ResultTensor, memoryview]:
-    """Return a tensor as it travels."""
-    if array.dtype == object:
-        data = memoryview(pack_elements(array.flat))
-        return (name, BYTES, array.shape, data.nbytes), data
-    part = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return (name, array.dtype.name, array.shape, part.nbytes), part
+def pack_requests(model: ModelSignature, requests: Sequence[Sequence[Array]]) -> MadeTensors:
+    """Return the inputs of requests of a model as they travel."""
+    return _packed([[(t.name, array) for t, array in zip(model.inputs, each, strict=True)] for each in requests])
+
+
+def _packed(requests: Sequence[Sequence[tuple[str, Array]]]) -> MadeTensors:
+    made: MadeTensors = [], []
+    for request in requests:
+        made[0].append([])
+        for name, array in request:
+            is_bytes = array.dtype == object
+            flat = (
+                pack_elements(array.flat) if is_bytes else np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            )
+            part = memoryview(flat)
+            made[0][-1].append((name, BYTES if is_bytes else array.dtype.name, array.shape, part.nbytes))
+            made[1].append(part)
+    return made

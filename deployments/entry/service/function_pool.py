@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tenuto.deployments.entry.service.application_functions import (
-    CallFunction,
-    Described,
-    FunctionResult,
-    ResultTensor,
-    SetUpFunctions,
+from tenuto.deployments.entry.service.application_functions import CallFunction, Described, SetUpFunctions
+from tenuto.deployments.entry.service.hook_process import Done, HookAnswer
+from tenuto.deployments.entry.service.process_pool import (
+    HANGS_S,
+    HookFaultError,
+    ProcessPool,
+    check_length,
+    cut_requests,
+    new_memory,
 )
-from tenuto.deployments.entry.service.hook_process import HookAnswer
-from tenuto.deployments.entry.service.process_pool import HANGS_S, HookFaultError, ProcessPool, new_memory
 from tenuto.deployments.entry.service.run_memory import RunMemory
 from tenuto.deployments.wire.arena import Held, Slot
 from tenuto.deployments.wire.bundles import Places
-from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs, element_ends, most_row_bytes
+from tenuto.deployments.wire.tensors import InputPart, OutputTensor, RequestInputs, most_row_bytes
 from tenuto.placement.application import Application
 from tenuto.placement.application_signature import BODY
-from tenuto.profiles.networks.catalogue import BYTES, DTYPES, ModelSignature
+from tenuto.profiles.networks.catalogue import ModelSignature
 
 _PROCESSES = 2  # default: as of hooks
 _MOST_OUTPUT_BYTES = 64 << 20  # limit: of an answer that a function makes
 _MOST_INPUT_BYTES = 256 << 20  # limit: of the requests that a function makes at once
-_ITEM_BYTES = {name: 1 if name == "bool" else int(name.lstrip("uintfloa")) // 8 for name in DTYPES}
 
 
 class PlacedTensor(NamedTuple):
@@ -97,12 +96,13 @@ class FunctionPool(Held):
             slot = memory.take_slot(size)
             return new_memory(size) if slot is None else slot.data
 
-        call, parts = self._call(place, seen, self._application.stages[place].most_requests)
+        counts = range(self._application.stages[place].most_requests + 1)
+        call, parts = self._call(place, seen, counts.stop - 1)
         return self._pool.begin(
             call,
             parts,
             latest_ms,
-            lambda answer, body: self._requests(place, answer, body, slot),
+            lambda answer, body: cut_requests(answer, body, self._models[place], self.name(place), counts, slot),
             memory=memory,
             room=room,
         )
@@ -142,50 +142,15 @@ class FunctionPool(Held):
         )
         return call, [memoryview(each) for each in places.buffers]
 
-    def _requests(self, place: int, answer: HookAnswer, body: memoryview, slot: Slot | None) -> list[RequestInputs]:
-        """Cut the bytes behind an answer into requests. They are checked, as an attacker may have taken over the
-        process, and must not harm a gpu-let."""
-        stage, model = self._application.stages[place], self._models[place]
-        if not isinstance(answer, FunctionResult) or len(answer.requests) > stage.most_requests:
-            raise HookFaultError(f"{self.name(place)} made more than {stage.most_requests} requests")
-        requests, at = [], 0
-        for made in answer.requests:
-            parts = []
-            try:
-                sizes = model.sizes_of([shape for _, _, shape, _ in made])
-                for tensor, (_, dtype, _, size) in zip(model.inputs, made, strict=True):
-                    if dtype != tensor.dtype and dtype not in tensor.accepts:
-                        raise ValueError(f"{dtype} for {tensor.name}")
-                    where = ("", 0) if slot is None else (slot.arena, slot.offset + at)
-                    stated = "" if dtype == tensor.dtype != BYTES else dtype
-                    parts.append(InputPart(body[at : at + size], stated, *where))
-                    at += size
-                    _check_length(made[len(parts) - 1], parts[-1].data)
-            except ValueError as error:
-                raise HookFaultError(f"{self.name(place)} returned what fits no request: {error}") from None
-            requests.append(RequestInputs(parts, sizes))
-        return requests
-
     def _outputs(self, answer: HookAnswer, body: memoryview) -> list[OutputTensor]:
         """Cut the bytes behind an answer into outputs."""
         outputs, at = [], 0
         try:
-            (made,) = answer.requests if isinstance(answer, FunctionResult) else [[]]
+            (made,) = answer.requests if isinstance(answer, Done) else [[]]
             for each in made:
                 name, dtype, shape, size = each
-                outputs.append(OutputTensor(name, dtype, shape, body[at : at + size]))
-                _check_length(each, outputs[-1].data)
+                outputs.append(OutputTensor(name, dtype, shape, check_length(each, body[at : at + size])))
                 at += size
         except ValueError as error:
             raise HookFaultError(f"{self.name(None)} returned no outputs: {error}") from None
         return outputs
-
-
-def _check_length(made: ResultTensor, data: memoryview | bytes | bytearray) -> None:
-    """Raise `ValueError` if a tensor has not the bytes that its type and shape need."""
-    name, dtype, shape, _ = made
-    count = math.prod(shape)
-    if dtype == BYTES:
-        element_ends(data, count)
-    elif dtype not in _ITEM_BYTES or min(shape, default=0) < 0 or len(data) != count * _ITEM_BYTES[dtype]:
-        raise ValueError(f"{name}: {len(data)} bytes of {dtype} for {list(shape)}")

@@ -8,14 +8,14 @@ frame is two lengths, a message and raw bytes. What the code prints goes to the 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import socket
 import struct
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import BinaryIO
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -23,8 +23,10 @@ import numpy as np
 from tenuto.deployments.entry.service.application_functions import (
     ApplicationFunctions,
     CallFunction,
-    FunctionResult,
+    MadeTensor,
+    MadeTensors,
     SetUpFunctions,
+    pack_requests,
 )
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature
@@ -57,10 +59,10 @@ class Postprocess(msgspec.Struct, frozen=True, tag=3):
 
 
 class Done(msgspec.Struct, frozen=True, tag=4):
-    """Set up, or the result is behind it: JSON, or the input tensors one after the other in these dtypes and shapes."""
+    """Set up, or what was made: the tensors of each request or of an answer, whose bytes follow one after the other. An
+    answer in JSON follows alone."""
 
-    dtypes: list[str] = []
-    shapes: list[tuple[int, ...]] = []
+    requests: list[list[MadeTensor]] = []
     sees_request: bool = False  # of the hooks that were set up
 
 
@@ -78,58 +80,52 @@ class Faulty(msgspec.Struct, frozen=True, tag=6):
 
 
 HookCall = SetUp | Preprocess | Postprocess | SetUpFunctions | CallFunction
-HookAnswer = Done | BadBody | Faulty | FunctionResult
-Answering = Callable[[HookCall, bytes], tuple[HookAnswer, Sequence[memoryview]]]
+HookAnswer = Done | BadBody | Faulty
 pack = msgspec.msgpack.Encoder().encode
 _CALLS: msgspec.msgpack.Decoder[HookCall] = msgspec.msgpack.Decoder(HookCall)
 
 
-def answer(
-    hooks: Hooks, signature: ModelSignature, call: HookCall, body: bytes
-) -> tuple[HookAnswer, Sequence[memoryview]]:
-    """Return what hooks say to one call; whatever they raise is an answer too."""
-    try:
+class ModelHooks:
+    """The hooks of one model."""
+
+    def __init__(self, hooks: Hooks, signature: ModelSignature) -> None:
+        self._hooks, self._signature = hooks, signature
+
+    def call(self, call: Any, body: bytes) -> Any:
+        """Return what a hook returns; raises whatever it raises."""
+        if not isinstance(call, Postprocess):
+            return self._hooks.preprocess(body)
+        outputs, at = {}, 0
+        for name, dtype, shape in call.outputs:
+            outputs[name] = np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
+            at += outputs[name].nbytes
+        return answer_of(self._hooks, outputs, body[at:])
+
+    def packed(self, call: Any, made: Any) -> MadeTensors:
+        """Return what a hook returned as it travels; raises `InvalidInputError` if it fits nothing."""
         if isinstance(call, Postprocess):
-            outputs, end = _arrays(call.outputs, body)
-            return Done(), [memoryview(answer_json(answer_of(hooks, outputs, body[end:])))]
-        try:
-            arrays = hooks.preprocess(body)
-        except InvalidInputError as error:
-            return BadBody(str(error)[:_MOST_SAID]), ()
-        made = made_inputs(signature, arrays)
-        said = Done([array.dtype.name for array in made], [array.shape for array in made])
-        return said, [array.reshape(-1).view(np.uint8).data for array in made]
-    except InvalidInputError as error:
-        return Faulty(str(error)[:_MOST_SAID]), ()
-    except BaseException:  # anybody's code: also what would end the process
-        return Faulty(traceback.format_exc()[-_MOST_SAID:]), ()
+            return [], [memoryview(answer_json(made))]
+        return pack_requests(self._signature, [made_inputs(self._signature, made)])
 
 
-def answer_function(
-    functions: ApplicationFunctions, call: HookCall, body: bytes
-) -> tuple[HookAnswer, Sequence[memoryview]]:
-    """Return what a function of an application makes; whatever it raises is an answer too."""
-    assert isinstance(call, CallFunction)
+Code = ModelHooks | ApplicationFunctions
+
+
+def answer(code: Code, call: Any, body: bytes) -> tuple[HookAnswer, Sequence[memoryview]]:
+    """Return what the code says to one call; whatever it raises is an answer too."""
     try:
         try:
-            made = functions.call(call, body)
+            made = code.call(call, body)
         except InvalidInputError as error:
+            if isinstance(call, Postprocess):  # whatever the client sent, the hooks have taken it
+                raise
             return BadBody(str(error)[:_MOST_SAID]), ()
-        return functions.packed(call, made)
+        requests, parts = code.packed(call, made)
+        return Done(requests), parts
     except InvalidInputError as error:
         return Faulty(str(error)[:_MOST_SAID], "; ".join(problem.rule for problem in error.problems)[:_MOST_TOLD]), ()
     except BaseException:  # anybody's code: also what would end the process
         return Faulty(traceback.format_exc()[-_MOST_SAID:]), ()
-
-
-def _arrays(outputs: Sequence[Output], body: bytes) -> tuple[dict[str, np.ndarray], int]:
-    """Return the outputs at the beginning of a body, and where they end."""
-    found, at = {}, 0
-    for name, dtype, shape in outputs:
-        count = int(np.prod(shape, dtype=np.int64))
-        found[name] = np.frombuffer(body, dtype, count, at).reshape(shape)
-        at += found[name].nbytes
-    return found, at
 
 
 def main() -> None:
@@ -144,25 +140,25 @@ def main() -> None:
     if first is None:
         return
     try:
-        done, answering = _set_up(first[0])
+        done, code = _set_up(first[0])
     except BaseException as error:
         is_told = isinstance(error, InvalidInputError)
         _send(line, Faulty(str(error) if is_told else traceback.format_exc()[-_MOST_SAID:]), ())
         return
     _send(line, done, ())
     while (call := _received(came)) is not None:
-        _send(line, *answering(*call))
+        _send(line, *answer(code, *call))
 
 
-def _set_up(first: HookCall) -> tuple[Done, Answering]:
+def _set_up(first: HookCall) -> tuple[Done, Code]:
     """Return what answers the calls that follow the first message; raises `InvalidInputError` if it cannot be made."""
     if isinstance(first, SetUpFunctions):
-        return Done(), partial(answer_function, ApplicationFunctions(first))
+        return Done(), ApplicationFunctions(first)
     assert isinstance(first, SetUp)
     signature, source = first.signature, first.hooks
     # Ours is allowed, whatever factories an operator allows.
     hooks = SchemaHooks(signature) if source == SCHEMA_HOOKS else load_hooks(source, signature)
-    return Done(sees_request=sees_request(hooks)), partial(answer, hooks, signature)
+    return Done(sees_request=sees_request(hooks)), ModelHooks(hooks, signature)
 
 
 def _go_on_in_child() -> None:

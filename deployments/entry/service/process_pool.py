@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
@@ -33,10 +34,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tenuto.deployments.entry.http.exchange import HttpError, expired
-from tenuto.deployments.entry.service.hook_process import PREFIX, BadBody, Faulty, HookAnswer, HookCall, pack
-from tenuto.deployments.wire.arena import Held
-from tenuto.deployments.wire.tensors import Buffer
+from tenuto.deployments.entry.service.application_functions import MadeTensor
+from tenuto.deployments.entry.service.hook_process import PREFIX, BadBody, Done, Faulty, HookAnswer, HookCall, pack
+from tenuto.deployments.wire.arena import Held, Slot
+from tenuto.deployments.wire.tensors import Buffer, InputPart, RequestInputs, element_ends
 from tenuto.errors import new_incident
+from tenuto.profiles.networks.catalogue import BYTES, DTYPES, ModelSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
 logger = logging.getLogger("ray.serve")
@@ -50,6 +53,8 @@ _DROPPED_BYTES = 1 << 20  # limit: bytes of an answer that are read at once wher
 _MOST_SAID_BYTES = 1 << 18  # limit: the size of a message, whose text is shorter; of a thousand tensors it has 40 KB
 _FADES = 0.99  # derived: remembers the longest of about the last hundred calls; with less it forgets rare long calls
 WORKER = ["-m", "tenuto.deployments.entry.service.hook_process"]
+
+_ITEM_BYTES = {name: 1 if name == "bool" else int(name.lstrip("uintfloa")) // 8 for name in DTYPES}
 
 ResultT = TypeVar("ResultT")
 _ANSWERS: msgspec.msgpack.Decoder[HookAnswer] = msgspec.msgpack.Decoder(HookAnswer)
@@ -69,6 +74,45 @@ class HookFaultError(Exception):
 
 class _LostError(Exception):
     """A process has ended, or has to be ended. The text says why."""
+
+
+def cut_requests(
+    answer: HookAnswer, body: memoryview, model: ModelSignature, name: str, counts: range, slot: Slot | None = None
+) -> list[RequestInputs]:
+    """Cut the bytes behind an answer into requests of a model, which lie in `slot` if it is given. Types and sizes are
+    checked, as an attacker may have taken over the process, and must not harm a gpu-let.
+
+    Raises:
+        HookFaultError: they are no requests, or not as many as there may be (`counts`); `name` is what made them.
+    """
+    requests, at = list[RequestInputs](), 0
+    try:
+        if not isinstance(answer, Done) or len(answer.requests) not in counts:
+            raise ValueError(f"none, or not {counts.start} to {counts.stop - 1} of them")
+        for made in answer.requests:
+            parts, sizes = list[InputPart](), model.sizes_of([shape for _, _, shape, _ in made])
+            for tensor, each in zip(model.inputs, made, strict=True):
+                dtype, where = each[1], ("", 0) if slot is None else (slot.arena, slot.offset + at)
+                if dtype != tensor.dtype and dtype not in tensor.accepts:
+                    raise ValueError(f"{dtype} for {tensor.name}")
+                stated = "" if dtype == tensor.dtype != BYTES else dtype
+                parts.append(InputPart(check_length(each, body[at : at + each[3]]), stated, *where))
+                at += each[3]
+            requests.append(RequestInputs(parts, sizes))
+    except ValueError as error:
+        raise HookFaultError(f"{name} returned what fits no request: {error}") from None
+    return requests
+
+
+def check_length(made: MadeTensor, data: memoryview) -> memoryview:
+    """Return the bytes of a tensor; raises `ValueError` if they are not as many as its type and shape need."""
+    name, dtype, shape, _ = made
+    count = math.prod(shape)
+    if dtype == BYTES:
+        element_ends(data, count)
+    elif dtype not in _ITEM_BYTES or min(shape, default=0) < 0 or len(data) != count * _ITEM_BYTES[dtype]:
+        raise ValueError(f"{name}: {len(data)} bytes of {dtype} for {list(shape)}")
+    return data
 
 
 def new_memory(size: int) -> memoryview:
@@ -91,8 +135,8 @@ class _QueuedCall(NamedTuple):
 
 
 class ProcessPool:
-    """Made, used and closed on one event loop. `longest_ms`: what each kind of call takes: the longest lately, which
-    fades."""
+    """Made, used and closed on one event loop. `code`: what the processes run. `longest_ms`: what each kind of call
+    takes: the longest lately, which fades."""
 
     def __init__(self, code: str, first: HookCall, processes: int, *, longest_s: float, most_bytes: int) -> None:
         """Start the processes.
@@ -105,11 +149,11 @@ class ProcessPool:
             most_bytes: of an answer.
         """
         self.longest_ms: defaultdict[type[HookCall], float] = defaultdict(float)
-        self._code, self._first, self._longest_s, self._most_bytes = code, first, longest_s, most_bytes
+        self.code, self._first, self._longest_s, self._most_bytes = code, first, longest_s, most_bytes
         self._numbers = itertools.count()
         self._waiting: asyncio.PriorityQueue[_QueuedCall] = asyncio.PriorityQueue()
         self._count = 0
-        self.set_up: HookAnswer | None = None  # what the last process answered to the first message
+        self.set_up: Done | None = None  # what the last process answered to the first message
         self._broken = ""  # why the last process could not be started
         self._tasks = [asyncio.create_task(self._run(), name=code) for _ in range(processes)]
 
@@ -139,9 +183,7 @@ class ProcessPool:
         if self._broken:
             raise HttpError(503, self._broken, retry_after_s=AGAIN_S)
         if self._count >= MOST_WAITING:
-            raise HttpError(
-                429, f"{MOST_WAITING} requests wait for {self._code}. Retry in a second.", retry_after_s=1.0
-            )
+            raise HttpError(429, f"{MOST_WAITING} requests wait for {self.code}. Retry in a second.", retry_after_s=1.0)
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._count += 1
         call = _QueuedCall(latest_ms, next(self._numbers), message, parts, read, done, memory, room)
@@ -155,8 +197,8 @@ class ProcessPool:
             try:
                 process = _Process(self._most_bytes)
             except OSError as error:  # no descriptors or processes are left
-                logger.error("%s cannot be started: %s", self._code, error)
-                self._refuse_all(f"{self._code} cannot be started now. Retry in a moment.")
+                logger.error("%s cannot be started: %s", self.code, error)
+                self._refuse_all(f"{self.code} cannot be started now. Retry in a moment.")
                 await asyncio.sleep(AGAIN_S)
                 continue
             try:
@@ -168,16 +210,16 @@ class ProcessPool:
                     await self._perform(process, call)
             except _LostError as lost:
                 incident = new_incident()
-                logger.error("%s are started again (%s): %s", self._code, incident, lost)
+                logger.error("%s are started again (%s): %s", self.code, incident, lost)
                 if not process.is_set_up:
-                    self._refuse_all(f"{self._code} cannot be started. The gateway's log says more under {incident}.")
+                    self._refuse_all(f"{self.code} cannot be started. The gateway's log says more under {incident}.")
             finally:
                 process.kill()
             await asyncio.sleep(AGAIN_S)
 
     async def _set_up(self, process: _Process) -> None:
         answer, _ = await process.ask(self._first, (), _START_S)
-        if isinstance(answer, Faulty | BadBody):
+        if not isinstance(answer, Done):
             raise _LostError(answer.text)
         process.is_set_up, self.set_up = True, answer
 
@@ -215,7 +257,7 @@ class ProcessPool:
         if isinstance(answer, BadBody):
             call.done.set_exception(HttpError(400, answer.text))
         elif isinstance(answer, Faulty):
-            call.done.set_exception(HookFaultError(f"{self._code} failed: {answer.text}", answer.reason))
+            call.done.set_exception(HookFaultError(f"{self.code} failed: {answer.text}", answer.reason))
         else:
             try:
                 call.done.set_result(call.read(answer, body))
@@ -235,7 +277,7 @@ class ProcessPool:
         """End the processes, and refuse the calls that wait."""
         for task in self._tasks:
             task.cancel()
-        self._refuse_all(f"{self._code} have changed. Retry.")
+        self._refuse_all(f"{self.code} have changed. Retry.")
 
 
 class _Process:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tenuto.deployments.entry.service.hook_process import Done, Faulty, Postprocess, Preprocess, answer
+from tenuto.deployments.entry.service.hook_process import Done, Faulty, ModelHooks, Postprocess, Preprocess, answer
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.hooks import Classifier, answer_json, load_hooks, made_inputs, try_hooks
@@ -52,11 +52,13 @@ inputs = st.fixed_dictionaries({"x": anything | st.just([1, 2]), "ids": anything
 
 @given(anything | inputs)
 def test_whatever_hooks_return_is_a_sample_of_the_model_or_their_fault(returned: Any) -> None:
-    said, parts = answer(Fixed(returned), SIGNATURE, Preprocess(), b"body")
+    said, parts = answer(ModelHooks(Fixed(returned), SIGNATURE), Preprocess(), b"body")
     if isinstance(said, Done):
-        sizes = [np.dtype(said.dtypes[0]).itemsize * 2, 8 * 3]
-        assert said.dtypes[0] in ("float32", "uint8")
-        assert said.dtypes[1] == "int64"
+        ((x, ids_),) = said.requests
+        sizes = [np.dtype(x[1]).itemsize * 2, 8 * 3]
+        assert x[1] in ("float32", "uint8")
+        assert ids_[1] == "int64"
+        assert [x[3], ids_[3]] == sizes
         assert [part.nbytes for part in parts] == sizes
         ids = np.frombuffer(parts[1], np.int64)
         assert ((ids >= 0) & (ids < 10)).all()
@@ -68,7 +70,7 @@ def test_whatever_hooks_return_is_a_sample_of_the_model_or_their_fault(returned:
 @given(anything)
 def test_whatever_hooks_answer_is_json_or_their_fault(returned: Any) -> None:
     outputs = [("y", "float32", (2,))]
-    said, parts = answer(Fixed(made=returned), SIGNATURE, Postprocess(outputs), np.zeros(2, np.float32).tobytes())
+    said, parts = answer(ModelHooks(Fixed(made=returned), SIGNATURE), Postprocess(outputs), bytes(8))
     if isinstance(said, Done):
         json.loads(bytes(parts[0]))
     else:
