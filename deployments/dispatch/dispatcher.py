@@ -20,7 +20,14 @@ from tenuto.batching.core.system import INF
 from tenuto.deployments.dispatch.counters import Counters
 from tenuto.deployments.dispatch.driven_scheduler import DrivenScheduler, SchedulerFactory
 from tenuto.deployments.dispatch.fleet import ConnectionFactory, gpulet_connection
-from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, RequestTerms, TokenAsker
+from tenuto.deployments.dispatch.in_flight import (
+    Asker,
+    GenerationTerms,
+    OpenGeneration,
+    Request,
+    RequestTerms,
+    TokenAsker,
+)
 from tenuto.deployments.dispatch.leadership import Leadership
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.open_requests import OpenRequests
@@ -233,10 +240,8 @@ class Dispatcher:
         arrived_ms: float | None = None,
         ttft_ms: float = INF,
         tpot_ms: float = INF,
-        client_id: str = "",
         made: Sequence[int] = (),
-        offline: bool = False,
-        client: str = "",
+        **terms: Unpack[GenerationTerms],
     ) -> OpenGeneration:
         """Generate after a prompt; `asker` is told of each token.
 
@@ -248,30 +253,17 @@ class Dispatcher:
             arrived_ms: when the request came, on the monotonic clock; default now.
             ttft_ms: time allowed from then to the first token.
             tpot_ms: mean time allowed for each further one.
-            client_id: the client's id of the request.
             made: tokens that `asker` was told of by a dispatcher that is gone; it is told of those behind them.
-            offline: its steps cost no other generation its bounds; only a full queue refuses it.
-            client: the name of the key that asks; those whose generations wait offline take turns.
+            terms: what is `offline` costs no other generation its bounds; only a full queue refuses it. The clients
+                whose generations wait offline take turns.
 
         Raises:
             KeyError: the plan has no such model.
         """
         _ = self._requests.models[model]
         arrived = self._core.time.clock_ms if arrived_ms is None else arrived_ms
-        bounds = arrived, arrived + ttft_ms, tpot_ms
-        generation = OpenGeneration(
-            -1,
-            model,
-            *bounds,
-            client_id,
-            prompt,
-            sampling,
-            asker,
-            list(made),
-            len(made),
-            offline=offline,
-            client=client,
-        )
+        bounds, before = (arrived, arrived + ttft_ms, tpot_ms), (list(made), len(made))
+        generation = OpenGeneration(-1, model, *bounds, prompt, sampling, asker, *before, **terms)
         self._batches.generations.begin(generation, self._max_queued)
         return generation
 

@@ -65,6 +65,14 @@ class RequestTerms(TypedDict, total=False):
     client: str
 
 
+class GenerationTerms(TypedDict, total=False):
+    """What a gateway says of a generation beside its times to tokens; see `OpenGeneration`."""
+
+    client_id: str
+    offline: bool
+    client: str
+
+
 class Request(msgspec.Struct, eq=False):
     """A request of one sample between its admission and its end. Times are ms on the dispatcher's clock.
 
@@ -253,12 +261,12 @@ class OpenGeneration(msgspec.Struct, eq=False):
     arrived_ms: float
     first_by_ms: float
     tpot_ms: float
-    client_id: str
     prompt: list[int]
     sampling: Sampling
     asker: TokenAsker
     made: list[int] = []  # msgspec copies defaults
     had: int = 0
+    client_id: str = ""
     gpulet: str = ""
     first_ms: float = math.nan
     last_ms: float = math.nan

@@ -3,7 +3,8 @@ Inference Protocol. This module reads them, and names the field that is wrong.""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -13,6 +14,8 @@ from tenuto.deployments.entry.http.exchange import HttpError
 
 MOST_CHOICES = 128  # limit: generations that one request asks for; each is admitted, and has its memory, by itself
 _MOST_CONTAINERS = 1 << 15  # limit: lists and objects of a body, those in texts too; 350,000 take 140 ms
+_UNKNOWN = re.compile("Object contains unknown field `(.*)`")
+_MISSING = re.compile("Object missing required field `(.*)`")
 _MOST_LIKELIEST = 20  # format: of the likeliest tokens that are shown, by OpenAI's reference
 
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -249,11 +252,9 @@ def read_body(kind: type[BodyT], body: bytes | memoryview) -> BodyT:
     if sent.count(b"[") + sent.count(b"{") > _MOST_CONTAINERS:
         raise HttpError(400, f"the body has more than {_MOST_CONTAINERS} brackets. Send less of it.")
     try:
-        try:
-            parsed = msgspec.json.decode(sent, type=kind, strict=kind is not GenerateBody)
-        except msgspec.ValidationError as error:
-            wrong = _wrong_field(msgspec.json.decode(sent), kind, strict=kind is not GenerateBody)
-            raise wrong or bad_field("", f"is wrong: {error}") from None
+        parsed = msgspec.json.decode(sent, type=kind, strict=kind is not GenerateBody)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # of names, and of fields not asked for
         raise HttpError(400, f"the body is no JSON: {error}. Send an object, without NaN and Infinity.") from None
     if isinstance(parsed, _Asked):
@@ -280,50 +281,19 @@ def made_body(kind: type[BodyT], **fields: Any) -> BodyT:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _wrong_field(fields, kind) or bad_field("", f"is wrong: {error}") from None
+        raise _wrong_field(error) from None
 
 
-def _wrong_field(value: Any, kind: Any, at: str = "", *, strict: bool = True) -> HttpError | None:
-    """Return the refusal of the innermost field of a value that is not of its type; None if there is none. Without
-    `strict`, numbers may be texts.
-
-    msgspec says it in words alone, so that the types are gone through once more.
-    """
-    try:
-        if kind is not msgspec.Raw:
-            msgspec.convert(value, kind, strict=strict)
-        return None
-    except msgspec.ValidationError as error:
-        text = str(error)
+def _wrong_field(error: msgspec.ValidationError) -> HttpError:
+    """Return the refusal of the field that a body of another type has; msgspec names it in words alone."""
+    said, _, place = str(error).partition(" - at `$")
+    at = place.removeprefix(".").rstrip("`").partition("[...]")[0]
     dot = f"{at}." if at else ""
-    for option in (kind, *get_args(kind)):
-        if isinstance(value, list) and get_origin(option) is list:
-            inner = (
-                _wrong_field(each, get_args(option)[0], f"{at}[{n}]", strict=strict) for n, each in enumerate(value)
-            )
-        elif isinstance(value, dict) and isinstance(option, type) and issubclass(option, msgspec.Struct):
-            tag_name, tag = option.__struct_config__.tag_field, option.__struct_config__.tag
-            if tag_name is not None and value.get(tag_name) != tag:
-                at = f"{dot}{tag_name}"
-                continue
-            fields = {each.encode_name: each for each in msgspec.structs.fields(option)}
-            unknown = value.keys() - fields.keys() - {tag_name}
-            if unknown:
-                return bad_field(f"{dot}{min(unknown)}", "is not a field of this request. Leave it out")
-            missing = next((name for name, each in fields.items() if each.required and name not in value), None)
-            if missing is not None:
-                return bad_field(f"{dot}{missing}", "is missing. Give it")
-            inner = (
-                _wrong_field(each, fields[name].type, f"{dot}{name}", strict=strict)
-                for name, each in value.items()
-                if name != tag_name
-            )
-        else:
-            continue
-        inner_error = next((each for each in inner if each is not None), None)
-        if inner_error is not None:
-            return inner_error
-    return bad_field(at, f"is wrong: {text[:1].lower()}{text[1:]}")
+    if unknown := _UNKNOWN.fullmatch(said):
+        return bad_field(dot + unknown[1], "is not a field of this request. Leave it out")
+    if missing := _MISSING.fullmatch(said):
+        return bad_field(dot + missing[1], "is missing. Give it")
+    return bad_field(at, f"is wrong: {said[:1].lower()}{said[1:]}")
 
 
 def bad_field(name: str, rule: str) -> HttpError:

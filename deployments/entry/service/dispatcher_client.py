@@ -22,7 +22,14 @@ from typing import TypeVar, Unpack
 import msgspec
 from msgspec.structs import replace
 
-from tenuto.deployments.dispatch.in_flight import Asker, OpenGeneration, Request, RequestTerms, TokenAsker
+from tenuto.deployments.dispatch.in_flight import (
+    Asker,
+    GenerationTerms,
+    OpenGeneration,
+    Request,
+    RequestTerms,
+    TokenAsker,
+)
 from tenuto.deployments.operator.combined_status import combine_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
@@ -272,16 +279,12 @@ class DispatcherClient:
         arrived_ms: float | None = None,
         ttft_ms: float = math.inf,
         tpot_ms: float = math.inf,
-        client_id: str = "",
-        offline: bool = False,
-        client: str = "",
+        **terms: Unpack[GenerationTerms],
     ) -> OpenGeneration:
         """Generate after a prompt; see `Dispatcher.generate`."""
         arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         bounds = arrived, arrived + ttft_ms, tpot_ms
-        generation = OpenGeneration(
-            next(self._numbers), model, *bounds, client_id, prompt, sampling, asker, offline=offline, client=client
-        )
+        generation = OpenGeneration(next(self._numbers), model, *bounds, prompt, sampling, asker, **terms)
         peer = self._group_of[model].scheduling()
         if peer is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."

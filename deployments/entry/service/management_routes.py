@@ -3,7 +3,7 @@ documentation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -243,18 +243,16 @@ def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
     }
 
 
-_HEADERS = {
-    "X-SLO-Ms": ("number", "Time allowed from arrival, in ms; the model's SLO by default."),
-    "X-Priority": ("string", "`offline`: wait for time that no other request needs."),
-    "X-Request-Id": (
-        "string",
-        "What the client calls the request; echoed, and found in /requests. The body's id goes first.",
-    ),
-}
-_TOKEN_HEADERS = {
-    "X-SLO-TTFT-Ms": ("number", "Time to the first token, in ms; goes before X-SLO-Ms."),
-    "X-SLO-TPOT-Ms": ("number", "Mean time for each further token, in ms; the model's SLO by default."),
-}
+_MODEL = "/v2/models/{model}/"
+_HEADERS = (
+    ("X-SLO-Ms", "number", "Time allowed from arrival, in ms; the model's SLO by default."),
+    ("X-Priority", "string", "`offline`: wait for time that no other request needs."),
+    ("X-Request-Id", "string", "The client's name for it; echoed, and found in /requests. The body's id goes first."),
+)
+_TOKEN_HEADERS = (
+    ("X-SLO-TTFT-Ms", "number", "Time to the first token, in ms; goes before X-SLO-Ms."),
+    ("X-SLO-TPOT-Ms", "number", "Mean time for each further token, in ms; the model's SLO by default."),
+)
 _FAILURES = {
     400: "Malformed request; `error` says what to change.",
     404: "Unknown model.",
@@ -269,6 +267,23 @@ _UNASKED = {401: "No key, or one that is not known.", 403: "The key is not for t
 _INFER = RequestJson[msgspec.Raw]
 _BODIES = (_INFER, CompletionBody, ChatBody, GenerateBody, EmbeddingBody, RerankBody, ScoreBody)
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
+_WRITTEN = "The text that was generated, whole or as server-sent events."
+_TEXT_PATHS = (
+    ("/v1/completions", "complete", CompletionBody, "A text that goes on, as OpenAI's interface has it", _WRITTEN),
+    ("/v1/chat/completions", "chat", ChatBody, "The next message of a chat, as OpenAI's interface has it", _WRITTEN),
+    (
+        "/v1/embeddings",
+        "embed",
+        EmbeddingBody,
+        "The vectors of texts, as OpenAI's interface has them",
+        "A vector of each.",
+    ),
+    ("/v1/rerank", "rerank", RerankBody, "Documents by their relevance to a query", "The most relevant first."),
+    ("/v2/rerank", "rerank_v2", RerankBody, "Documents by their relevance to a query", "The most relevant first."),
+    ("/v1/score", "score", ScoreBody, "How relevant texts are to others, as vLLM has it", "A score of each pair."),
+    (_MODEL + "generate", "generate", GenerateBody, "A text that goes on, by the generate extension", _WRITTEN),
+    (_MODEL + "generate_stream", "generate_stream", GenerateBody, "The same, as server-sent events", _WRITTEN),
+)
 
 
 def _complete(document: dict[str, Any]) -> None:
@@ -295,67 +310,26 @@ def _hot_paths(bodies: Mapping[Any, Any]) -> dict[str, Any]:
 
     `bodies`: the schema of each type of body.
     """
-    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    token_headers, headers = (
-        [
-            {"name": name, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
-            for name, (kind, text) in described.items()
-        ]
-        for described in (_HEADERS | _TOKEN_HEADERS, _HEADERS)
-    )
 
-    def post(
-        name: str, summary: str, taken: Mapping[str, Any], answer: str, parameters: Sequence[Any] = (model, *headers)
-    ) -> dict[str, Any]:
+    def post(path: str, name: str, summary: str, taken: Mapping[str, Any], answer: str) -> dict[str, Any]:
+        model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        headers = [
+            {"name": header, "in": "header", "required": False, "schema": {"type": kind}, "description": text}
+            for header, kind, text in _HEADERS + (_TOKEN_HEADERS if answer is _WRITTEN else ())
+        ]
         told = {str(status): {"description": text} for status, text in {200: answer, **_FAILURES}.items()}
-        body = {"required": True, "content": taken}
-        about = {"tags": ["inference"], "operationId": name, "summary": summary, "parameters": list(parameters)}
+        body, parameters = {"required": True, "content": taken}, [model, *headers] if "{model}" in path else headers
+        about = {"tags": ["inference"], "operationId": name, "summary": summary, "parameters": parameters}
         return {"post": {**about, "requestBody": body, "responses": told}}
 
-    def written(
-        name: str,
-        summary: str,
-        body: type,
-        parameters: Sequence[Any] = token_headers,
-        text: str = "The text that was generated, whole or as server-sent events.",
-    ) -> dict[str, Any]:
-        return post(name, summary, {"application/json": {"schema": bodies[body]}}, text, parameters)
-
-    return {
-        "/v2/models/{model}/infer": post(
-            "infer",
-            "Open Inference Protocol v2 inference, JSON or binary tensors",
-            {"application/json": {"schema": bodies[_INFER]}, "application/octet-stream": _BYTES},
-            "Outputs; times and batch size in parameters.",
-        ),
-        "/predict/{model}": post(
-            "predict",
-            "A raw image or plain text in; labels, a vector or a score out",
-            {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}},
-            "The most likely labels with their scores, or what else the model makes.",
-        ),
-        "/v1/completions": written("complete", "A text that goes on, as OpenAI's interface has it", CompletionBody),
-        "/v1/chat/completions": written("chat", "The next message of a chat, as OpenAI's interface has it", ChatBody),
-        "/v1/embeddings": written(
-            "embed",
-            "The vectors of texts, as OpenAI's interface has them",
-            EmbeddingBody,
-            headers,
-            "A vector of each text.",
-        ),
-        **{
-            path: written(
-                name, "Documents by their relevance to a query", RerankBody, headers, "The most relevant first."
-            )
-            for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"))
-        },
-        "/v1/score": written(
-            "score", "How relevant texts are to others, as vLLM has it", ScoreBody, headers, "A score of each pair."
-        ),
-        "/v2/models/{model}/generate": written(
-            "generate", "A text that goes on, by the generate extension", GenerateBody, [model, *token_headers]
-        ),
-        "/v2/models/{model}/generate_stream": written(
-            "generate_stream", "The same, part by part as server-sent events", GenerateBody, [model, *token_headers]
-        ),
-    }
+    tensors = {"application/json": {"schema": bodies[_INFER]}, "application/octet-stream": _BYTES}
+    raw = {"image/jpeg": _BYTES, "image/png": _BYTES, "text/plain": {"schema": {"type": "string"}}}
+    infer = "Open Inference Protocol v2 inference, JSON or binary tensors", tensors
+    predict = "A raw image or plain text in; labels, a vector or a score out", raw
+    paths = [
+        (_MODEL + "infer", "infer", *infer, "Outputs; times and batch size in parameters."),
+        ("/predict/{model}", "predict", *predict, "The most likely labels with scores, or what else the model makes."),
+    ]
+    for path, name, body, summary, answer in _TEXT_PATHS:
+        paths.append((path, name, summary, {"application/json": {"schema": bodies[body]}}, answer))
+    return {each[0]: post(*each) for each in paths}
