@@ -140,6 +140,7 @@ class DispatcherClient:
         self._find = find_dispatcher
         self._dispatchers = 1  # of every sub-cluster; all but one wait
         self._on_change = on_change
+        self.changes = 0  # how often `on_change` was called
         self._numbers = itertools.count()
         self._plan: Plan | None = None
         self._groups: dict[str, _SubCluster] = {}
@@ -195,7 +196,7 @@ class DispatcherClient:
             away = [peer for peer in group.peers if not peer.connection.is_up]
             for peer in away[: max(0, len(group.peers) - dispatchers)]:
                 await self._let_go(peer)
-        self._on_change()
+        self._note_change()
         try:
             async with asyncio.timeout(wait_s):
                 while not all(
@@ -383,7 +384,7 @@ class DispatcherClient:
         """A dispatcher said anew what it holds."""
         del connection
         self._changed.set()
-        self._on_change()
+        self._note_change()
 
     def peer_lost(self, connection: DispatcherConnection, reason: str) -> None:
         """A dispatcher is gone, with the requests that it held."""
@@ -398,6 +399,10 @@ class DispatcherClient:
             task = asyncio.create_task(self._let_go(peer), name="let a dispatcher go")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self.changes += 1
         self._on_change()
 
     def _move(self, peer: _Peer, other: _Peer) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.batching.applications.stage_times import StageTimes
-from tenuto.batching.core.build import from_plan
 from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.protocols.oip_requests import parse_slo
 from tenuto.deployments.entry.protocols.openai import GenerationRequest, read_generation
@@ -31,10 +29,11 @@ from tenuto.deployments.entry.service.margin import Margin
 from tenuto.deployments.entry.service.planned_application import PlannedApplication
 from tenuto.deployments.entry.service.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.service.running_graph import RunningGraph
+from tenuto.deployments.entry.service.served_models import ServedModels
 from tenuto.deployments.entry.service.stage_text import OnText
-from tenuto.deployments.entry.service.traffic_split import ShadowCopies, Shadows, Split, traffic_splits
 from tenuto.deployments.entry.service.waking_models import wake
 from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.security.keys import Callers
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer, Refused
@@ -44,11 +43,10 @@ from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, Req
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
-from tenuto.placement.versions import by_model, split_name, versioned
+from tenuto.placement.versions import split_name, versioned
 from tenuto.profiles.networks.catalogue import BYTES, GenerationLimits, TensorSignature
 from tenuto.profiles.networks.generating import Ending
 from tenuto.profiles.networks.inputs import packed_bytes
-from tenuto.profiles.networks.model_options import HookOptions
 
 _SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
 _ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
@@ -75,19 +73,10 @@ class TenutoHandle:
         """Take connected dispatchers, which follow a plan; `connect` is the usual way."""
         assert dispatchers.plan is not None
         self._plan = dispatchers.plan
-        self._versions = by_model(self._plan.models)
         self._dispatchers = dispatchers
         self._margin = Margin()
         self._arena: Arena | None = None  # made for the first large input
-        self._models: dict[str, PlannedModel] = {}
-        self._copies = ShadowCopies()
-        times = StageTimes()
-        if self._plan.applications:
-            times.follow(from_plan(self._plan, check_slos=False))
-        self._applications = {
-            each.name: PlannedApplication(each, times, self._choose, self._shadows_of, self._copies)
-            for each in self._plan.applications
-        }
+        self._served, self._seen = ServedModels(Callers(), reads_bodies=False), -1
         self._is_closed = False
 
     @classmethod
@@ -129,10 +118,20 @@ class TenutoHandle:
         await self.close()
 
     @property
+    def _models(self) -> ServedModels:
+        """The plan's models as they are now."""
+        if self._is_closed:
+            raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
+        if self._seen != self._dispatchers.changes:
+            self._seen = self._dispatchers.changes
+            self._served.follow(self._dispatchers)
+        return self._served
+
+    @property
     def models(self) -> tuple[str, ...]:
         """The plan's models and applications that can be asked now."""
-        ready = [spec.name for spec in self._plan.models if self._dispatchers.is_ready(spec.name)]
-        return (*ready, *(name for name in self._applications if not self._application(name).problem))
+        names = [*(spec.name for spec in self._plan.models), *self._models.applications]
+        return tuple(name for name in names if self._models[name].is_ready)
 
     def interface(self, model: str, version: str | None = None) -> ModelInterface:
         """Return the inputs and outputs of a model, or of a version of it, or of an application.
@@ -141,76 +140,27 @@ class TenutoHandle:
             InvalidInputError: the plan does not know the model, or has no such version of it.
             UnavailableError: none of its gpu-lets is ready.
         """
-        if model in self._applications and not version:
-            application = self._application(model)
-            if application.problem or application.model.interface is None:
-                raise UnavailableError(application.problem)
-            return application.model.interface
-        name = self._name(model, version)
-        planned = self._planned(name)
-        if planned.interface is None or not planned.is_ready:
-            raise UnavailableError(f"no gpu-let of '{name}' is ready. Retry in a few seconds.")
-        return planned.interface
+        planned = self._find(model, version)
+        try:
+            return self._models.ready_interface(planned)
+        except HttpError as error:
+            raise UnavailableError(error.message) from None
 
-    def _planned(self, name: str) -> PlannedModel:
-        """Return a model of the plan as it is now."""
-        planned = self._models.get(name)
-        if planned is None:
-            planned = self._models[name] = PlannedModel(name)
-        dispatchers = self._dispatchers
-        planned.follow(0.0, 0.0, dispatchers.signature(name), HookOptions(), is_ready=dispatchers.is_ready(name))
-        return planned
-
-    def _application(self, name: str) -> PlannedApplication:
-        """Return an application of the plan as it is now."""
-        application = self._applications[name]
-        application.follow(lambda model: self._staged(self._name(split_name(model)[0], None)))
-        return application
-
-    def _staged(self, name: str) -> PlannedModel:
-        """Return a model that a stage asks, as it is now."""
-        planned, spec = self._planned(name), self._plan.model(name)
-        if spec.generates is not None:
-            planned.follow_texts(spec)
-        return planned
-
-    def _choose(self, model: str) -> PlannedModel:
-        split = self._split(split_name(model)[0])
-        return self._staged(model if split is None else split.choose(self._copies.draw()))
-
-    def _name(self, model: str, version: str | None) -> str:
-        """Return the plan's name of a model or a version; without a version, that of the one that takes the rest."""
-        if self._is_closed:
-            raise UnavailableError("this handle is closed. Connect again: `await TenutoHandle.connect()`.")
-        names = [spec.name for spec in self._plan.models]
-        split = None if version else self._split(model)
-        name = split.rest if split else versioned(model, version) if version else model
-        if name in names:
-            return name
-        versions = [split_name(each)[1] for each in names if split_name(each)[0] == model]
-        if version and versions:
-            cure = f"Ask for one of {', '.join(versions)}, or connect again after the plan has changed."
-            raise refused("version", version, f"is no version of '{model}' in the plan", cure)
-        rule = f"is not in the plan that was served at the connection ({', '.join(names) or '(none)'})"
-        raise refused("model", model, rule, "Ask for one of them, or connect again after the plan has changed.")
+    def _find(self, model: str, version: str | None = None) -> PlannedModel:
+        """Return a model, or a version of it, or without a version the one that takes the rest; or an application."""
+        try:
+            return self._models.find_model(model, version or "")
+        except HttpError as error:
+            reason = f"{error.message} Connect again if the plan has changed since."
+            raise InvalidInputError(reason) from None
 
     def _wake(self, model: str, version: str | None = None) -> None:
         """Let the controller hear of a request for an idle model, or for an application with such stages."""
-        stages = () if version or model not in self._applications else self._applications[model].graph.stages
-        for name in [self._name(stage.model, None) for stage in stages] or [self._name(model, version)]:
-            if self._plan.model(name).idle_after_s is not None and not self._dispatchers.is_ready(name):
-                wake(self._dispatchers, name)
-
-    def _shadows_of(self, model: str) -> Shadows:
-        """Return the versions of the model of a stage that get copies of its requests."""
-        split = self._split(split_name(model)[0])
-        return () if split is None else split.shadows
-
-    def _split(self, model: str) -> Split | None:
-        """Return the split of requests that name no version; None for a model without versions."""
-        if (versions := self._versions.get(model)) is None:
-            return None
-        return traffic_splits(versions, self._dispatchers.is_ready, self._dispatchers.signature).get(model)
+        application = None if version else self._models.applications.get(model)
+        models = [model] if application is None else [split_name(s.model)[0] for s in application.graph.stages]
+        for planned in [self._find(name, version) for name in models]:
+            if self._plan.model(planned.name).idle_after_s is not None and not planned.is_ready:
+                wake(self._dispatchers, planned.name)
 
     async def infer(
         self,
@@ -258,10 +208,11 @@ class TenutoHandle:
 
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
-        if model in self._applications and not version:
-            return self._submit_application(self._application(model), _GraphFuture(), parts, slo_ms, request_id, sizes)
-        split = None if version else self._split(model)
-        name = split.choose(self._copies.draw()) if split else versioned(model, version) if version else model
+        models = self._models
+        if (application := models.applications.get(model)) is not None and not version:
+            return self._submit_application(application, _GraphFuture(), parts, slo_ms, request_id, sizes)
+        split = None if version else models.splits.get(model)
+        name = split.choose(models.copies.draw()) if split else versioned(model, version) if version else model
         spec = self._plan.model(name)
         spec_slo_ms = spec.own_slo_ms if slo_ms is None else slo_ms
         reserve_ms = 0.0 if spec.offline else self._margin.reserve_ms(spec_slo_ms, 0.0)
@@ -284,7 +235,7 @@ class TenutoHandle:
             if not done.cancelled() and done.result().outcome is Outcome.OK and not spec.offline:
                 self._margin.answered(due_ms - _now_ms(), spec_slo_ms, 0.0, reserve_ms)
                 if split is not None and split.shadows:
-                    self._copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, [sizes])
+                    models.copies.send(self._dispatchers, split.shadows, [placed], slot, request_id, [sizes])
             if slot is not None:
                 slot.release()
 
@@ -375,9 +326,8 @@ class TenutoHandle:
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
-        spec = self._plan.model(self._name(model, None))
         self._limits(model)
-        if (tokenizer := tokenizer_of(spec)) is None:
+        if (tokenizer := tokenizer_of(self._plan.model(self._find(model).name))) is None:
             raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         asked = self._read_generation(model, tokenizer, prompt=prompt, **options)
@@ -413,7 +363,7 @@ class TenutoHandle:
         """
         self._wake(application)
         parts, sizes = _parts(self.interface(application), inputs)
-        known = self._applications.get(application)
+        known = self._models.applications.get(application)
         if known is None or not known.application.streams:
             raise refused("application", application, "has no stream", "Use `infer`, or `generate` for models.")
         slo_ms, came = _allowed_ms(slo_ms, "slo_ms"), asyncio.Queue[str | None]()
@@ -423,7 +373,7 @@ class TenutoHandle:
                 came.put_nowait(text)
 
         asker = _GraphFuture(on_text)
-        done = self._submit_application(self._application(application), asker, parts, slo_ms, request_id, sizes)
+        done = self._submit_application(known, asker, parts, slo_ms, request_id, sizes)
         done.add_done_callback(lambda _: came.put_nowait(None))
         try:
             while (part := await came.get()) is not None:
@@ -478,7 +428,7 @@ class TenutoHandle:
     ) -> AsyncGenerator[int]:
         """Give out the tokens of a generation."""
         slo_ms, tpot_ms = _allowed_ms(slo_ms, "slo_ms"), _allowed_ms(tpot_ms, "tpot_ms")
-        name, collected = self._name(model, None), CollectedTokens()
+        name, collected = self._find(model).name, CollectedTokens()
         spec = self._plan.model(name)
         slo = spec.slo
         generation = self._dispatchers.generate(
@@ -524,8 +474,7 @@ class TenutoHandle:
             return
         self._is_closed = True
         await self._dispatchers.close()
-        for application in self._applications.values():
-            application.close()
+        self._served.close()
         if self._arena is not None:
             self._arena.close()
 

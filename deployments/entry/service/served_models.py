@@ -19,16 +19,21 @@ from tenuto.placement import Plan
 from tenuto.placement.application import Application
 from tenuto.placement.versions import split_name, versioned
 from tenuto.profiles.networks.catalogue import ModelSignature
-from tenuto.profiles.networks.model_options import ModelOptions
+from tenuto.profiles.networks.model_options import HookOptions, ModelOptions
 
 
 class ServedModels:
     """Invariant: what is here is of one plan. `splits`: how the requests of models that have versions are split.
     `waking`: those that are idle. `copies`: sends shadows what they get copies of."""
 
-    def __init__(self, callers: Callers) -> None:
-        """Begin without a plan. `callers`: the names of models are not told where clients need keys."""
-        self._callers = callers
+    def __init__(self, callers: Callers, *, reads_bodies: bool = True) -> None:
+        """Begin without a plan.
+
+        Args:
+            callers: the names of models are not told where clients need keys.
+            reads_bodies: whether bodies are read here, which needs the models' hooks, and their tokenizers at once.
+        """
+        self._callers, self._reads_bodies = callers, reads_bodies
         self._plan: Plan | None = None
         self._models: dict[str, PlannedModel] = {}  # with what is asked of applications, by their names
         self._stage_times = StageTimes()
@@ -51,9 +56,12 @@ class ServedModels:
             for spec in plan.models:
                 model = self._models[spec.name] = known.get(spec.name) or PlannedModel(spec.name)
                 signature, is_ready = dispatching.signature(spec.name), dispatching.is_ready(spec.name)
-                hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
+                hooks = HookOptions()
+                if self._reads_bodies:
+                    hooks = ModelOptions.parse(spec.options, f"options of {spec.name}").hooks
                 model.follow(spec.own_slo_ms, _alone_ms(plan, spec.name), signature, hooks, is_ready=is_ready)
-                model.follow_texts(spec)
+                if self._reads_bodies:
+                    model.follow_texts(spec)
         models = self._models
         self.splits = {} if plan is None else traffic_splits(plan.models, lambda n: models[n].is_ready, self._signature)
         self._follow_applications(() if plan is None else plan.applications)
@@ -80,7 +88,10 @@ class ServedModels:
         """Return a version of the model of a stage for one request: as of requests that name none."""
         split = self._split_of(model)
         name = model if split is None else split.choose(random.random())
-        return self._models.get(name) or PlannedModel(name)
+        chosen = self._models.get(name) or PlannedModel(name)
+        if not self._reads_bodies and self._plan is not None and name in self._models:
+            chosen.follow_texts(self._plan.model(name))
+        return chosen
 
     def _shadows_of(self, model: str) -> Shadows:
         """Return the versions of the model of a stage that get copies of its requests."""

@@ -518,7 +518,7 @@ async def test_python_gives_out_a_text_part_by_part(bench: Bench) -> None:
             ("plain", "x", "head|tokenizer"),
             ("mute", "x", "tokenizer"),
             ("real", "x" * 400, "positions"),
-            ("absent", "x", "is not in the plan"),
+            ("absent", "x", "unknown model"),
         ):
             with pytest.raises(InvalidInputError, match=words):
                 _ = [part async for part in tenuto.generate(model, prompt)]

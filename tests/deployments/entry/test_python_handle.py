@@ -63,7 +63,7 @@ async def test_inputs_that_do_not_fit_are_refused_with_their_name(
 async def test_unknown_and_absent_models_are_told_apart(start: Start) -> None:
     handle = await connect(start, FakeGpulet("a", ("m",)))
 
-    with pytest.raises(InvalidInputError, match="is not in the plan"):
+    with pytest.raises(InvalidInputError, match="unknown model: 'nothing'"):
         await handle.infer("nothing", {})
     with pytest.raises(UnavailableError, match="no gpu-let of 'away' is ready"):
         await handle.infer("away", {"x": [1, 2]})

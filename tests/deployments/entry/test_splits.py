@@ -252,7 +252,7 @@ async def test_a_handle_names_a_version_or_leaves_it_to_the_split(start: Start) 
     assert sum(gpulets[0].sizes) > 0
     assert sum(gpulets[1].sizes) > 3
     assert sum(gpulets[2].sizes) > 0
-    with pytest.raises(InvalidInputError, match=r"version: '7': is no version of 'm'.*1, 2, 3"):
+    with pytest.raises(InvalidInputError, match=r"'m' has no version '7'\. Versions here: 1, 2, 3\."):
         await handle.infer("m", {"x": [1, 2]}, version="7")
     gpulets[0].die()
     await until(lambda: "m" not in handle.models)
