@@ -63,10 +63,10 @@ async def until(claim: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def until_ready(client: httpx.AsyncClient) -> None:
-    """Wait until a gateway says that it is ready."""
+async def until_ready(client: httpx.AsyncClient, path: str = "/v2/health/ready") -> None:
+    """Wait until a gateway says that it is ready, or a model of it."""
     async with asyncio.timeout(PATIENCE_S):
-        while (await client.get("/v2/health/ready")).status_code != 200:
+        while (await client.get(path)).status_code != 200:
             await asyncio.sleep(0.005)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import logging
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests.deployments.entry.test_applications import (
     plan,
     post_in_bytes,
 )
-from tests.instruments.asking import http_client
+from tests.instruments.asking import http_client, until
 from tests.instruments.fake_gpulet import finder
 from tests.instruments.live import PATIENCE_S
 
@@ -188,30 +187,16 @@ async def test_a_fault_of_the_function_that_makes_the_answer_is_answered_by_its_
 async def test_functions_that_cannot_be_imported_are_named(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "ray.serve"):
         await served.serve(fan_out(name="nowhere"))
-        async with asyncio.timeout(PATIENCE_S):
-            while "cannot be imported" not in caplog.text:
-                await asyncio.sleep(0.01)
+        await until(lambda: "cannot be imported" in caplog.text)
         answer = await ask(served, 1.0, 1.0)
     assert (answer.status_code, "the functions of 'app' cannot be started" in answer.json()["error"]) == (503, True)
-
-
-async def test_requests_under_way_keep_their_functions_when_the_plan_changes(served: Served) -> None:
-    served.gpulets["m"].hold = True
-    before = asyncio.create_task(ask(served, 1.0, 1.0))
-    await asyncio.wait_for(served.gpulets["m"].arrived.wait(), PATIENCE_S)
-    await served.serve(plan({"model": "m"}))
-    served.gpulets["m"].hold = False
-    served.gpulets["m"].release()
-    assert outputs(await before) == {"y": ([1, 1, 2], [4.0, 4.0])}
 
 
 async def test_where_one_of_the_requests_fails_none_is_left(served: Served) -> None:
     served.gpulets["n"].hold = True
     asked = asyncio.create_task(ask(served, 1.0, 4.0))
     await asyncio.wait_for(served.gpulets["n"].arrived.wait(), PATIENCE_S)
-    async with asyncio.timeout(PATIENCE_S):
-        while await served.open_requests() != {"n": 3}:
-            await asyncio.sleep(0.001)
+    await served.until_open(n=3)
     served.gpulets["n"].error = "broken"
     served.gpulets["n"].release()
     answer = await asked
@@ -317,22 +302,3 @@ async def test_an_application_is_asked_over_grpc(served: Served) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="made 10000 requests, `most` is 4") as raised:
             await call(asked.SerializeToString(), timeout=PATIENCE_S)
         assert raised.value.code() is grpc.StatusCode.INTERNAL
-
-
-async def test_whatever_functions_do_every_request_ends_once_and_nothing_is_left(served: Served) -> None:
-    dice = random.Random(7)
-    await served.serve(fan_out(outputs=f"{FUNCTIONS}:words"))
-    statuses: list[int] = []
-
-    async def keep(x: float) -> None:
-        statuses.append((await ask(served, x, 3.0, X_SLO_Ms=dice.choice(("200", "60000")))).status_code)
-
-    asked = []
-    for _ in range(40):
-        asked.append(asyncio.create_task(keep(dice.choice((-1.0, -5.0, 1.0, 2.0)))))
-        if not dice.randrange(6):
-            dice.choice(asked).cancel()
-        await asyncio.sleep(dice.choice((0.0, 0.02)))
-    await asyncio.gather(*asked, return_exceptions=True)
-    assert set(statuses) <= {200, 429, 500, 503, 504}, statuses
-    await nothing_is_left(served)

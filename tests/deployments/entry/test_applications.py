@@ -29,7 +29,7 @@ from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tests.deployments.entry.test_gateway import TENSOR, Bench
 from tests.deployments.gpulet.test_streaming_gpulet import OWN, start
-from tests.instruments.asking import http_client, until
+from tests.instruments.asking import http_client, until, until_ready
 from tests.instruments.fake_gpulet import SIGNATURE, FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -130,9 +130,7 @@ class Served(Bench):
             self.server.dispatcher.apply(plan)
             options = {"sub_clusters": {"0": [spec.name for spec in plan.models]}, **options}
         await self.follow(plan, **options)
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.client.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0.005)
+        await until_ready(self.client)
 
     async def close(self) -> None:
         await super().close()
@@ -148,6 +146,12 @@ class Served(Bench):
         except TimeoutError:  # a loop that stood still for seconds has lost its dispatcher, and finds it again
             return {"unknown": 1}
         return {name: count for name, count in waiting.items() if count}
+
+    async def until_open(self, **requests: int) -> None:
+        """Wait until so many requests wait for a batch, by model, and no others."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.open_requests() != requests:
+                await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -328,13 +332,9 @@ async def test_a_client_that_leaves_takes_all_its_stages_along(served: Served) -
         await asyncio.wait_for(served.gpulets[name].arrived.wait(), PATIENCE_S)
     async with http_client(served.client.base_url) as leaving:
         asked = asyncio.create_task(leaving.post("/v2/models/app/infer", json=diamond(2)))
-        async with asyncio.timeout(PATIENCE_S):
-            while await served.open_requests() != {"m": 2, "n": 2}:
-                await asyncio.sleep(0.001)
+        await served.until_open(m=2, n=2)
         asked.cancel()
-    async with asyncio.timeout(PATIENCE_S):
-        while await served.open_requests():
-            await asyncio.sleep(0.001)
+    await served.until_open()
     for name in ("m", "n"):
         served.gpulets[name].release()
     assert [(await each).status_code for each in other] == [200, 200]
@@ -594,9 +594,7 @@ async def test_a_stage_that_is_turned_away_gives_its_status(served: Served) -> N
     await served.follow(plan(*CHAIN), max_queued=1)
     served.gpulets["n"].hold = True
     others = [asyncio.create_task(served.infer("n")) for _ in range(2)]  # one runs, one waits
-    async with asyncio.timeout(PATIENCE_S):
-        while await served.open_requests() != {"n": 1}:
-            await asyncio.sleep(0.001)
+    await served.until_open(n=1)
     answer = await served.infer("app")
     assert (answer.status_code, answer.json()["outcome"]) == (429, "rejected")
     assert answer.json()["error"].startswith("stage 'n': 1 requests of 'n' are waiting")
@@ -765,9 +763,7 @@ async def test_real_gpulets_hand_on_what_their_networks_made(executor: str) -> N
     bench = Bench()
     bench.entry = Entry(lambda _: gpulet.endpoint)
     await bench.follow(made)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await bench.client.get("/v2/models/app/ready")).status_code != 200:
-            await asyncio.sleep(0.01)
+    await until_ready(bench.client, "/v2/models/app/ready")
     values = np.arange(WIDE, dtype=np.float32)
     document, found = await ask_in_bytes(bench.client, values)
     expected = 4 * values if executor == "torch" else 0 * values

@@ -22,8 +22,10 @@ from tenuto.deployments.entry.http.tls import TlsConnection
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.wire.arena import Arena
 from tests.deployments.entry.test_access import certificate
-from tests.deployments.entry.test_endless import Calls, Deaf, Service
+from tests.deployments.entry.test_endless import Service
 from tests.deployments.entry.test_turns import MOST_PUT_OFF
+from tests.instruments import fake_transport
+from tests.instruments.fake_transport import Calls, read
 from tests.instruments.live import PATIENCE_S
 
 TOGETHER = 200
@@ -32,15 +34,8 @@ POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 40000\r\n\r\n" + bytes(40
 ENDS: list[TlsConnection] = []  # of the test that runs
 
 
-class Line(Deaf):
-    """The server's end of a connection: what it writes waits for the client."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_client = b""
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.to_client += bytes(data)
+class Line(fake_transport.Line):
+    """As the transport below TLS."""
 
     def _force_close(self, exc: BaseException | None) -> None:
         del exc
@@ -76,11 +71,7 @@ class Client:
                 pass
         self._unsent += self._leaves.read()
         if self._unsent and self.line.reads and not self.line.is_closed:
-            room = self.end.get_buffer(-1)
-            size = min(self.piece, len(room))
-            sent, self._unsent = self._unsent[:size], self._unsent[size:]
-            room[: len(sent)] = sent
-            self.end.buffer_updated(len(sent))
+            self._unsent = read(self.end, self._unsent[: self.piece]) + self._unsent[self.piece :]
 
 
 @pytest.fixture
@@ -253,9 +244,7 @@ async def test_requests_go_before_handshakes(
     line = Line()
     known = HttpConnection(server)
     known.connection_made(line)
-    room = known.get_buffer(-1)
-    room[: len(REQUEST)] = REQUEST
-    known.buffer_updated(len(REQUEST))
+    read(known, REQUEST)
     assert line.to_client.startswith(b"HTTP/1.1 200")
 
 

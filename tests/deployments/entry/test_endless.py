@@ -5,13 +5,9 @@ Work is counted: Python calls between two events of the loop, and bytes that are
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -20,57 +16,12 @@ from tenuto.deployments.entry.http.http1 import HttpConnection, HttpExchange
 from tenuto.deployments.entry.http.open_connections import Limits
 from tenuto.deployments.entry.http.server import HttpServer
 from tenuto.deployments.wire.arena import Arena
+from tests.instruments.fake_transport import Calls, Deaf, Line, read
 
 SENT_BYTES = 1 << 19
 BODY_BYTES = 1 << 16
 MOST_HELD_BYTES = 1 << 20  # twice a body and what a transport holds back
 MOST_CALLS = 40_000  # between two events; a read of 64 KiB has up to 11,000 chunks, of one byte each
-
-
-class Deaf(asyncio.Transport):
-    """The socket of a client that reads nothing, unless `hears`."""
-
-    def __init__(self, *, hears: bool = True) -> None:
-        super().__init__()
-        self.hears = hears
-        self.reads = True
-        self.is_closed = self.has_ended = False
-        self.written = self.waiting = 0
-        self.connection: HttpConnection | None = None
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += len(data)
-        if not self.hears:
-            self.waiting += len(data)
-            if self.waiting > 1 << 16 and self.connection is not None:
-                self.connection.pause_writing()
-
-    def writelines(self, parts: Any) -> None:
-        for part in parts:
-            self.write(part)
-
-    def get_write_buffer_size(self) -> int:
-        return self.waiting
-
-    def pause_reading(self) -> None:
-        self.reads = False
-
-    def resume_reading(self) -> None:
-        self.reads = True
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    abort = close
-
-    def write_eof(self) -> None:
-        self.has_ended = True
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else default
 
 
 class Service:
@@ -87,27 +38,6 @@ class Service:
         self.asked += 1
         if self.answers:
             exchange.respond(200, b"", [bytes(1024)])
-
-
-class Calls:
-    """Counts the Python and C functions that are called."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Calls:
-        self.count = 0
-        gc.disable()  # what other tests left is not counted
-        sys.setprofile(self._seen)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        gc.enable()
-
-    def _seen(self, _frame: FrameType, event: str, _argument: object) -> None:
-        if event in ("call", "c_call"):
-            self.count += 1
 
 
 @pytest.fixture
@@ -202,13 +132,9 @@ async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_e
         for piece in sent(name, 1 << 16):
             rest = memoryview(piece)
             while rest and transport.reads and not transport.is_closed:
-                room = connection.get_buffer(-1)
-                size = min(len(room), len(rest))
-                room[:size] = rest[:size]
                 with Calls() as calls:
-                    connection.buffer_updated(size)
+                    rest = read(connection, rest)
                 assert calls.count < MOST_CALLS
-                rest = rest[size:]
             given += len(piece) - len(rest)
             for _ in range(2000):  # what is read and not looked at yet
                 if transport.reads or transport.is_closed:
@@ -242,9 +168,8 @@ async def test_nor_what_comes_in_small_pieces(server: HttpServer, name: str) -> 
     for piece in itertools.islice(sent(name, 7), 6000):  # more than a head may have
         if transport.is_closed or transport.has_ended or not transport.reads:
             break
-        connection.get_buffer(-1)[:7] = piece
         with Calls() as calls:
-            connection.buffer_updated(7)
+            read(connection, piece)
         assert calls.count < 1000
         work += calls.count
         given += 7
@@ -259,8 +184,7 @@ def asked(server: HttpServer, transport: Deaf) -> tuple[HttpConnection, HttpExch
     server.service.handle = kept.append  # type: ignore[method-assign]
     connection = transport.connection = HttpConnection(server)
     connection.connection_made(transport)
-    connection.get_buffer(-1)[: len(GET)] = GET
-    connection.buffer_updated(len(GET))
+    read(connection, GET)
     return connection, kept[0]
 
 
@@ -285,13 +209,7 @@ async def test_a_stream_that_nobody_reads_is_given_up(server: HttpServer) -> Non
 
 
 async def test_a_stream_that_is_read_slowly_is_whole(server: HttpServer) -> None:
-    class Slow(Deaf):
-        heard = b""
-
-        def write(self, data: bytes | bytearray | memoryview) -> None:
-            self.heard += bytes(data)
-
-    transport = Slow()
+    transport = Line()
     connection, stream = asked(server, transport)
     stream.begin(200, b"")
     for number in range(1000):
@@ -303,6 +221,6 @@ async def test_a_stream_that_is_read_slowly_is_whole(server: HttpServer) -> None
     connection.pause_writing()
     stream.send(b"last")
     stream.end()
-    chunks = transport.heard.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]
+    chunks = transport.to_client.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]
     assert b"".join(chunks) == b"".join(b"%d," % number for number in range(1000)) + b"last"
-    assert transport.heard.endswith(b"0\r\n\r\n")
+    assert transport.to_client.endswith(b"0\r\n\r\n")

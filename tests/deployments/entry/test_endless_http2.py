@@ -14,9 +14,9 @@ from hpack import Encoder
 pytest.importorskip("h2")
 
 from tenuto.deployments.entry.protocols.grpc_messages import HEALTH, SERVICE, InferRequest
-from tests.deployments.entry.test_endless import Calls
-from tests.deployments.entry.test_http2 import HEADERS, Bench, Line, begun, message, number
+from tests.deployments.entry.test_http2 import HEADERS, Bench, begun, message, number
 from tests.instruments import http2_frames as http2
+from tests.instruments.fake_transport import Calls, Line, read
 
 pytestmark = pytest.mark.door
 
@@ -189,13 +189,11 @@ async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_e
         for piece in pieces(ENDLESS[name]()):
             rest = memoryview(piece)
             while rest and line.reads and not line.is_closed:
-                room = connection.get_buffer(-1)
-                size = min(len(room), len(rest))
-                room[:size] = rest[:size]
+                before = len(rest)
                 with Calls() as counted:
-                    connection.buffer_updated(size)
+                    rest = read(connection, rest)
                 assert counted.count < MOST_CALLS
-                rest, given = rest[size:], given + size
+                given += before - len(rest)
                 for _ in range(20_000):
                     with Calls() as counted:
                         await asyncio.sleep(0)
@@ -234,13 +232,13 @@ async def test_who_asks_once_does_not_wait_for_many_who_send_without_end(name: s
     for round in range(ROUNDS):
         for index, (connection, line, rest) in enumerate(floods):
             if rest and line.reads and not line.is_closed:
-                floods[index] = connection, line, rest[take(connection, rest) :]
+                floods[index] = connection, line, read(connection, rest)
             line.to_client = b""
         if not round:  # all came at once; who has sent too much is known once it has had a turn
             for _ in range(4 * CLIENTS):
                 await asyncio.sleep(0)
         honest, its_line = bench.connected()
-        take(honest, memoryview(begun() + head(1, f"{SERVICE}/ModelInfer") + data(1, message(), 1)))
+        read(honest, begun() + head(1, f"{SERVICE}/ModelInfer") + data(1, message(), 1))
         with Calls() as counted:
             while ANSWERED not in its_line.to_client:
                 await asyncio.sleep(0)
@@ -253,12 +251,3 @@ async def test_who_asks_once_does_not_wait_for_many_who_send_without_end(name: s
     bench.connection.connection_lost(None)
     bench.server.close()
     bench.arena.close()
-
-
-def take(connection: Any, sent: memoryview) -> int:
-    """Let a connection read; returns how many bytes it took."""
-    room = connection.get_buffer(-1)
-    size = min(len(room), len(sent))
-    room[:size] = sent[:size]
-    connection.buffer_updated(size)
-    return size

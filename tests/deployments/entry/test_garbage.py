@@ -19,7 +19,7 @@ import pytest
 
 import tenuto
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
-from tests.instruments.asking import PATIENCE_S
+from tests.instruments.asking import PATIENCE_S, until
 
 pytestmark = pytest.mark.door
 
@@ -148,9 +148,7 @@ class Door(Bench):
 
     async def until_alone(self) -> None:
         """Wait until nobody is connected any more."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.entry.server.status().connections:
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.entry.server.status().connections)
 
     async def until_ready(self) -> None:
         """Wait until all gpu-lets are connected."""

@@ -60,9 +60,7 @@ class Versions(Bench):
 
     async def seen(self, name: str, count: int) -> None:
         """Wait until a version's gpu-let has run so many requests."""
-        async with asyncio.timeout(PATIENCE_S):
-            while sum(self.gpulets[name].sizes) < count:
-                await asyncio.sleep(0.001)
+        await until(lambda: sum(self.gpulets[name].sizes) >= count)
 
 
 @pytest.fixture

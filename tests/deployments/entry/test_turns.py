@@ -19,7 +19,9 @@ from tenuto.deployments.entry.http.open_connections import Limits
 from tenuto.deployments.entry.http.server import HttpServer
 from tenuto.deployments.entry.service.management import ManagementService
 from tenuto.deployments.wire.arena import Arena
-from tests.deployments.entry.test_endless import ENDLESS, Calls, Deaf, Service
+from tests.deployments.entry.test_endless import ENDLESS, Service
+from tests.instruments import fake_transport
+from tests.instruments.fake_transport import Calls, Deaf
 
 pytestmark = pytest.mark.door
 
@@ -56,11 +58,7 @@ def read(connection: HttpConnection, transport: Deaf, data: memoryview) -> memor
     """Let a connection read what is there, as the loop does once in a turn; return what it left."""
     if not transport.reads or transport.is_closed:
         return data
-    room = connection.get_buffer(-1)
-    size = min(len(room), len(data))
-    room[:size] = data[:size]
-    connection.buffer_updated(size)
-    return data[size:]
+    return fake_transport.read(connection, data)
 
 
 @pytest.mark.parametrize("name", AT_ONCE)

@@ -317,32 +317,22 @@ async def test_a_key_has_files_and_models_of_its_own(offline: Offline) -> None:
 
     assert [row["response"]["status_code"] for row in await rows(ben, others.error_file_id)] == [403, 403]
     assert [each.id async for each in ben.batches.list()] == [others.id]
-    for file_id in (batch.input_file_id, batch.output_file_id):
-        assert file_id is not None
+    read, written = batch.input_file_id, batch.output_file_id
+    assert written is not None
+    for attempt in (
+        *(ben.files.content(each) for each in (read, written)),
+        *(ben.files.delete(each) for each in (read, written)),
+        ben.batches.retrieve(batch.id),
+        ben.batches.cancel(batch.id),
+        ben.batches.create(input_file_id=read, endpoint=ANY, completion_window="24h"),
+    ):
         with pytest.raises(openai.NotFoundError):
-            await ben.files.content(file_id)
+            await attempt
+    assert len((await anna.files.content(written)).text.splitlines()) == 2
     with pytest.raises(openai.AuthenticationError):
         await offline.client("unknown").files.list()
     with pytest.raises(openai.AuthenticationError):
         await begun(offline.client("unknown"), lines(10_000))
-
-
-async def test_another_key_learns_nothing_of_a_batch_and_changes_nothing(offline: Offline) -> None:
-    await offline.start(keys=ENTRIES)
-    offline.bench.gpulets["a"].hold = True
-    anna, ben = offline.client("anna"), offline.client("ben")
-    batch = await begun(anna, lines(2))
-    for attempt in (
-        ben.batches.retrieve(batch.id),
-        ben.batches.cancel(batch.id),
-        ben.files.delete(batch.input_file_id),
-        ben.batches.create(input_file_id=batch.input_file_id, endpoint=ANY, completion_window="24h"),
-    ):
-        with pytest.raises(openai.NotFoundError):
-            await attempt
-    offline.bench.gpulets["a"].hold = False
-    offline.bench.gpulets["a"].release()
-    assert (await over(anna, batch)).status == "completed"
 
 
 async def test_lines_keep_to_the_rate_of_their_key(offline: Offline) -> None:
