@@ -97,6 +97,12 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
 
 
+def printable(text: str, most: int = 200) -> str:  # format: characters of a line
+    """Return a text that somebody else wrote as a terminal may show it: at most `most` characters, and nothing that
+    moves the cursor or changes colours."""
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text[:most])
+
+
 def is_lack_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device or the machine has too little memory. PyTorch has a type for that on
     GPUs only; on the processor it names its allocator. Nothing but what a person is told depends on it."""

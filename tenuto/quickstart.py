@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -18,7 +17,7 @@ from typing import Any
 
 from tenuto.deployments.control.operations import begin, end_all
 from tenuto.deployments.serve.deployment import Deployment
-from tenuto.deployments.serve.endpoint import open_directly
+from tenuto.deployments.serve.endpoint import ask_directly
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.documents import dump_yaml, write_whole
 from tenuto.errors import EnvironmentFaultError
@@ -142,11 +141,11 @@ class Quickstart:
             *((model, photo, "image/jpeg") for model in IMAGE_MODELS),
             (TEXT_MODEL, SENTENCE.encode(), "text/plain"),
         ):
-            request = urllib.request.Request(
-                f"{url}/predict/{model}", body, {"Content-Type": kind, "X-SLO-Ms": "20000"}
-            )
-            with open_directly(request, 30.0) as response:  # limit: for the answer
-                answer = json.load(response)
+            headers = {"Content-Type": kind, "X-SLO-Ms": "20000"}
+            status, content = ask_directly(f"{url}/predict/{model}", 30.0, body, headers)  # limit: for the answer
+            answer = json.loads(content)
+            if "predictions" not in answer:
+                raise EnvironmentFaultError(f"{model} answered {status}: {answer}. Free the machine and retry.")
             best, parameters = answer["predictions"][0], answer["parameters"]
             sent = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"
             self._say(

@@ -3,26 +3,27 @@ one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import threading
 import time
-import urllib.error
 import urllib.request
-from http.client import HTTPResponse
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from tenuto.deployments.wire.status import SystemStatus
-from tenuto.errors import EnvironmentFaultError, refused
+from tenuto.errors import EnvironmentFaultError, first_line, printable, refused
 from tenuto.placement.versions import path_of
 
 T = TypeVar("T")
 CLIENT_KEY = "TENUTO_API_KEY"
 _MOST_BYTES = 64 << 20  # limit: of an answer
-_PART_BYTES = 1 << 16  # limit: that are read at once
 _READING = threading.Lock()  # msgspec crashes where two threads build the reader of one type, at its first use
 
 
@@ -48,7 +49,7 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:  # limit: for the answer
     status, body = _get(url, timeout_s)
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EnvironmentFaultError(f"{url} answered {status} without JSON. Is this a Tenuto server?") from error
 
 
@@ -64,8 +65,8 @@ def get_told(url: str, kind: type[T], timeout_s: float = 5.0) -> T:  # limit: fo
         with _READING:
             if status < 400:
                 return msgspec.json.decode(body, type=kind)
-            reason = msgspec.json.decode(body, type=_Refusal).error
-    except msgspec.MsgspecError:
+            reason = printable(msgspec.json.decode(body, type=_Refusal).error)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         reason = "not a Tenuto server"
     raise EnvironmentFaultError(f"{url}: {reason}")
 
@@ -75,60 +76,83 @@ class _Refusal(msgspec.Struct):
 
 
 def _get(url: str, timeout_s: float, sent: bytes | None = None) -> tuple[int, bytes]:
-    if not url.startswith(("http://", "https://")):
-        raise refused("URL", url, "is not the address of a server", "Write for example http://127.0.0.1:8000.")
     key = client_key()
-    request = urllib.request.Request(url, sent, {"Authorization": f"Bearer {key}"} if key else {})
+    return ask_directly(url, timeout_s, sent, {"Authorization": f"Bearer {key}"} if key else {})
+
+
+def ask_directly(
+    url: str, timeout_s: float, sent: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """Return status and body of a server's answer, whatever proxy the environment names, and without following a
+    redirect: the key and the answer are the business of no other server.
+
+    Args:
+        url: of the server.
+        timeout_s: for the whole answer, however little of it comes at a time.
+        sent: the body of a POST; None: GET.
+        headers: to send.
+
+    Raises:
+        InvalidInputError: it is no URL.
+        EnvironmentFaultError: nobody answers there, or with anything but one answer of HTTP.
+    """
+    host, port, parts = "", None, urlsplit("")
+    with contextlib.suppress(ValueError):  # a port, or an address of IPv6, that is none
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    if not host or parts.scheme not in ("http", "https"):
+        raise refused("URL", url, "is not the address of a server", "Write for example http://127.0.0.1:8000.")
+    connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(host, port, timeout=timeout_s)
+    ends_at = time.monotonic() + timeout_s
     try:
-        with open_directly(request, timeout_s) as response:
-            return response.status, _read_body(response, timeout_s)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, _read_body(error, timeout_s)
-    except (OSError, ValueError) as error:
-        proxy = urllib.request.getproxies().get(request.type)
+        with contextlib.closing(connection):
+            connection.connect()
+            watch = threading.Timer(timeout_s, _shut, (connection.sock,))
+            watch.daemon = True
+            watch.start()
+            try:
+                target = f"{parts.path or '/'}{parts.query and f'?{parts.query}'}"
+                connection.request("GET" if sent is None else "POST", target, sent, dict(headers or {}))
+                with connection.getresponse() as response:
+                    body = response.read(_MOST_BYTES + 1)
+                    if response.length and len(body) <= _MOST_BYTES:
+                        raise IncompleteRead(body, response.length)
+            finally:
+                watch.cancel()
+        if len(body) > _MOST_BYTES or time.monotonic() >= ends_at:
+            raise ValueError
+        return response.status, body
+    except (OSError, ValueError, HTTPException) as error:
+        reason = printable(first_line(error))
+        if type(error) is ValueError or time.monotonic() >= ends_at:
+            reason = f"its answer is over {_MOST_BYTES >> 20} MiB, or takes over {timeout_s:g} s"
+        proxy = urllib.request.getproxies().get(parts.scheme)
         unused = f" A server is asked directly, and not through the proxy {proxy}." if proxy else ""
         raise EnvironmentFaultError(
-            f"{url} does not answer ({error}).{unused} Start the server with `tenuto serve PLAN`."
+            f"{url} does not answer ({reason}).{unused} Start the server with `tenuto serve PLAN`."
         ) from error
 
 
-def _read_body(response: HTTPResponse | urllib.error.HTTPError, within_s: float) -> bytes:
-    """Return a body, which nobody may make endless: neither long nor slow."""
-    body, ends_s = bytearray(), time.monotonic() + within_s
-    while part := response.read1(_PART_BYTES):
-        body += part
-        if len(body) > _MOST_BYTES or time.monotonic() > ends_s:
-            raise ValueError(f"its answer is over {_MOST_BYTES >> 20} MiB, or takes over {within_s:g} s")
-    return bytes(body)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_arguments: Any, **_named: Any) -> None:
-        """Follow none: a deployment sends none, and the key would go along."""
-
-
-def open_directly(request: urllib.request.Request, timeout_s: float) -> Any:
-    """Open a URL of a deployment, whatever proxy the environment names: the key and the answer are no proxy's business,
-    nor that of another server.
-
-    Raises:
-        OSError: nobody answers there, or with an error status or a redirect (`urllib.error.HTTPError`).
-    """
-    direct = urllib.request.ProxyHandler({})
-    return urllib.request.build_opener(direct, _NoRedirects).open(request, timeout=timeout_s)
+def _shut(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:
     """Return the Open Inference Protocol metadata of a model, or of NAME:VERSION, or the endpoint's `{"error": …}`."""
-    metadata: dict[str, Any] = get_json(f"{url.rstrip('/')}/v2/models/{path_of(quote(model, safe=':'))}")
-    return metadata
+    return _mapping(f"{url.rstrip('/')}/v2/models/{path_of(quote(model, safe=':'))}")
 
 
 def generating_model(url: str, model: str) -> dict[str, Any]:
     """Return what GET /v1/models says of a model that generates, or the endpoint's `{"error": …}`."""
-    model_data: dict[str, Any] = get_json(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}")
-    return model_data
+    return _mapping(f"{url.rstrip('/')}/v1/models/{quote(model, safe='')}")
+
+
+def _mapping(url: str) -> dict[str, Any]:
+    answer = get_json(url)
+    if not isinstance(answer, dict):
+        raise EnvironmentFaultError(f"{url} answers with something else than a model. Is this an inference server?")
+    return answer
 
 
 def why_unread(url: str, model: str, body: bytes, timeout_s: float = 30.0) -> str | None:  # limit: for the answer

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import time
-import urllib.request
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -32,7 +31,7 @@ from tenuto.cli.tables import percent, print_table
 from tenuto.cli.virtual import read_losses
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.documents import dump_yaml
-from tenuto.errors import one_of, refused
+from tenuto.errors import EnvironmentFaultError, first_line, one_of, refused
 from tenuto.options import split_pairs
 from tenuto.outcome import ATTAINED
 from tenuto.placement import Plan, load_policy
@@ -442,11 +441,11 @@ def check(folder: str, front: str | None) -> int:
 def _weights_in_force(front: str) -> str:
     """Return the id of the step whose weights a HAProxy has; empty when it does not say."""
     from tenuto.deployments.fleet.proxy_config import STEP_PATH
-    from tenuto.deployments.serve.endpoint import open_directly
+    from tenuto.deployments.serve.endpoint import ask_directly
 
     try:
-        with open_directly(urllib.request.Request(front.rstrip("/") + STEP_PATH), _ANSWER_S) as response:
-            return str(response.read(64).decode("ascii", "replace"))
-    except (OSError, ValueError) as error:
-        tell(f"{front} does not say whose weights it has ({error})")
+        status, body = ask_directly(front.rstrip("/") + STEP_PATH, _ANSWER_S)
+    except EnvironmentFaultError as error:
+        tell(f"{front} does not say whose weights it has: {first_line(error)}")
         return ""
+    return body.decode("ascii", "replace") if status == 200 else ""  # format: of HTTP
