@@ -160,7 +160,7 @@ def parse_yaml(text: str, origin: str = "") -> Any:
         raise refused(origin or "YAML", None, f"has more than {_MOST_TAG_LINES} lines of %TAG", "Remove them.")
     try:
         return _built(_Loader(text), origin)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeEncodeError) as error:  # the latter: half a character, as of an argument
         mark = getattr(error, "problem_mark", None)
         where = f"{origin}: " if origin else ""
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""

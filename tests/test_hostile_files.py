@@ -90,6 +90,12 @@ def test_hostile_json_is_refused(text: str, message: str) -> None:
         parse_json(text, "f.json")
 
 
+def test_arguments_that_are_no_text_are_refused() -> None:
+    """Python has bytes of the command line that are no UTF-8 as halves of characters."""
+    with pytest.raises(InvalidInputError, match="not valid YAML or JSON"):
+        parse_yaml("{name: \udcff}", "ENTRY")
+
+
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, kind in ((tmp_path / "pipe", "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):

@@ -17,7 +17,7 @@ from typing import Any, cast
 import click
 
 from tenuto import plugins, version
-from tenuto.errors import TenutoError, first_line
+from tenuto.errors import TenutoError, first_line, printable
 
 # Each is a module below tenuto.cli. The order is that of --help.
 GROUPS = {
@@ -143,6 +143,9 @@ def exit_code(run: Callable[[], Any]) -> int:
             _drop_what_cannot_be_written()
             what = error.filename or "the output"
             return _failed(f"error: {what} cannot be written ({error.strerror}). Write it elsewhere.", 3, error)
+        if isinstance(error, OSError) and isinstance(error.filename, str):  # the system refused a path
+            path = printable(error.filename)
+            return _failed(f"error: {path}: cannot be used ({error.strerror}). Give another path.", 2, error)
         ray = sys.modules.get("ray.exceptions")
         if ray is not None and isinstance(error, ray.RayError):
             why = f"Ray or a process of it ended or does not answer ({type(error).__name__}: {first_line(error)})"

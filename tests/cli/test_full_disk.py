@@ -35,6 +35,26 @@ def test_a_full_disk_is_no_internal_error(
     assert told.endswith("error: the output cannot be written (No space left on device). Write it elsewhere.\n")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(f"fleet plan w.yaml fleet.yaml --policy symphony -o {path}" for path in ("/dev/null/x", "loop", "w.yaml/x")),
+        *(f"{command} {'a' * 5000}" for command in ("plan w.yaml --gpus v100:1 --profiles", "fleet observe -o")),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_no_internal_error(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    (tmp_path / "fleet.yaml").write_text("cells: [{name: east, nodes: [{name: n0, gpus: [{type: v100, count: 1}]}]}]")
+    with pytest.raises(SystemExit) as stop:
+        main(arguments.split())
+    assert stop.value.code == 2
+    assert "cannot be used (" in capsys.readouterr().err
+
+
 def test_another_fault_of_the_system_stays_an_internal_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
