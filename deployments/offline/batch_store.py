@@ -8,6 +8,7 @@ is answered exactly once in the files, whoever dies. Everything blocks here. One
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import logging
@@ -512,6 +513,8 @@ class BatchStore:
     def _take_line(self, file: BinaryIO, batch: OfflineBatch, broken: list[LineAnswer]) -> bool:
         """Look at the next line of a file; return False at its end."""
         start, raw = file.tell(), file.readline(_MOST_LINE_BYTES)
+        if start == 0 and raw.startswith(codecs.BOM_UTF8):  # as some editors save texts
+            start, raw = len(codecs.BOM_UTF8), raw.removeprefix(codecs.BOM_UTF8)
         rest = raw
         while rest and not rest.endswith(b"\n"):  # the last line, or one that is too long
             rest = file.readline(_MOST_LINE_BYTES)

@@ -100,6 +100,16 @@ def test_every_line_has_its_answer_in_the_file_of_outputs(tmp_path: Path) -> Non
     assert store.status().completed == 10
 
 
+def test_a_file_is_read_as_other_programs_save_it(tmp_path: Path) -> None:
+    """With a byte order mark, and with lines that end as on Windows."""
+    store = opened(tmp_path)
+    batch_id = begun(store, "\ufeff" + lines_of(3).replace("\n", "\r\n"))
+    lines = store.pending(batch_id, -1, 9) or []
+    work_off(store, batch_id)
+    assert ended(store, batch_id)[0]["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert [line.custom_id for line in lines] == ["r0", "r1", "r2"]
+
+
 BROKEN = {
     "{broken": "invalid_json_line",
     "[]": "invalid_request",
