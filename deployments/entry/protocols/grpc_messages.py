@@ -377,7 +377,10 @@ def management_head(call: ManagementRoute, request: Message, headers: Mapping[by
     """Return the head of the HTTP request that asks for the same as this call. Raises `HttpError`."""
     model = ""
     if "{model}" in call.path:
-        model = ("/" if request.name else "") + _path(request.name, request.version)
+        is_of_all = call.path.endswith("/stats") and not request.version
+        if not request.name and not is_of_all:  # the path would name another model
+            raise HttpError(400, "the request names no model. Give its name.")
+        model = f"/{_path(request.name, request.version)}" if request.name else ""
     return Head(call.method, call.path.replace("{model}", model).encode(), dict(headers))
 
 

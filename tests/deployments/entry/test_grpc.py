@@ -186,6 +186,19 @@ async def test_a_message_that_is_none_is_the_clients_fault(served: Served, call:
     assert "Error" not in await asked.details()
 
 
+@pytest.mark.parametrize("version", ["", "2"])
+@pytest.mark.parametrize("call", [name for name, route in messages.MANAGEMENT.items() if "{model}" in route.path])
+def test_a_call_that_names_no_model_asks_for_no_other(call: str, version: str) -> None:
+    """`/v2/models//config` without the empty name would be model `config`. Statistics may be those of all models."""
+    route = messages.MANAGEMENT[call]
+    request = messages.message(f"inference.{route.request}")(version=version)
+    if call == "ModelStatistics" and not version:
+        assert messages.management_head(route, request, {}).url == b"/v2/models/stats"
+    else:
+        with pytest.raises(HttpError, match="names no model"):
+            messages.management_head(route, request, {})
+
+
 async def test_what_breaks_inside_is_told_to_the_log_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_exchange: Any) -> None:
         raise RuntimeError("a secret of ours")
