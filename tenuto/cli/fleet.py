@@ -38,7 +38,7 @@ from tenuto.placement import Plan, load_policy
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.fleet.fleet_file import FleetFile, running_plan
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
-from tenuto.placement.fleet.step import FleetStep, SeenCell, StepWeights, check_step, fingerprint, make_step
+from tenuto.placement.fleet.step import CellChange, FleetStep, SeenCell, StepWeights, check_step, fingerprint, make_step
 from tenuto.placement.fleet.traffic_spread import after_loss
 from tenuto.placement.placement_constraints import domain_of
 from tenuto.placement.planner.completion import policy_used
@@ -299,7 +299,7 @@ def diff(folder: str) -> None:
     step = FleetStep.load(Path(folder) / _STEP)
     fleet, previews = FleetFile.load(Path(folder) / step.fleet), {}
     for change in step.changes:
-        new = Plan.load(Path(folder) / change.file)
+        new = _plan_after(folder, change)
         before = _plan_before(step, folder, fleet, change.cell, change.before)
         previews[change.cell] = preview_plan(before or new.model_copy(update={"gpulets": ()}), new)
     if printed_as_json(previews):
@@ -326,6 +326,17 @@ def _plan_before(step: FleetStep, folder: str, fleet: FleetFile, cell: str, know
         cure = "Make the step again with `tenuto fleet plan`."
         raise refused(_STEP, cell, f"{path} has another plan than the step was made from", cure)
     return before
+
+
+def _plan_after(folder: str, change: CellChange) -> Plan:
+    """Return the plan that a step gives a cell. Raises `InvalidInputError` when its file has another one, as of a step
+    that was written in part."""
+    path = Path(folder) / change.file
+    new = Plan.load(path)
+    if fingerprint(new) != change.after:
+        cure = "Make the step again with `tenuto fleet plan`."
+        raise refused(str(path), change.cell, f"is not the plan that {_STEP} was made with", cure)
+    return new
 
 
 @command.command("simulate", short_help="Run a fleet in virtual time, and lose a cell.")
@@ -358,7 +369,7 @@ def simulate(
     step = FleetStep.load(Path(folder) / _STEP)
     fleet = FleetFile.load(Path(folder) / step.fleet)
     plans = {name: _plan_before(step, folder, fleet, name, known) for name, known in step.others.items()}
-    plans |= {change.cell: Plan.load(Path(folder) / change.file) for change in step.changes}
+    plans |= {change.cell: _plan_after(folder, change) for change in step.changes}
     gpus = {(cell.name, gpu.id): gpu for cell in fleet.cells for gpu in cell.cluster.gpus}
 
     def domain(gpu: tuple[str, str], kind: str) -> str:
@@ -416,6 +427,8 @@ def check(folder: str, front: str | None) -> int:
     step = FleetStep.load(Path(folder) / _STEP)
     path = Path(folder) / step.fleet
     fleet = FleetFile.load(path)
+    for change in step.changes:
+        _plan_after(folder, change)
     urls = {cell.name: (cell.url, cell.operator_url or cell.url) for cell in fleet.cells if cell.url is not None}
     seen = {
         c.name: SeenCell(fingerprint(running_plan(c, path.parent)), c.unready) for c in fleet.cells if c.url is None

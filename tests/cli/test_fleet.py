@@ -183,6 +183,24 @@ def test_a_fleet_is_simulated_and_loses_a_cell(
     assert "are those of another step" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["diff", "check", "simulate"])
+def test_a_step_that_was_written_in_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nodes = [{"name": "n0", "gpus": [{"type": "v100", "count": 4}]}]
+    Path("fleet.yaml").write_text(yaml.safe_dump({"cells": [{"name": "east", "nodes": nodes}]}))
+    Path("workload.yaml").write_text(WORKLOAD.partition("  - {name: bert")[0])
+    assert tenuto("plan", "workload.yaml", "fleet.yaml", "--policy", "symphony", "-o", "step") == 0
+    old = Path("step/step.yaml").read_text()
+    Path("workload.yaml").write_text(Path("workload.yaml").read_text().replace("600", "500"))
+    assert tenuto("plan", "workload.yaml", "fleet.yaml", "--policy", "symphony", "-o", "step") == 0
+    Path("step/step.yaml").write_text(old)  # which is written last
+    words = ("workload.yaml", "step", "--duration-s", "1") if command == "simulate" else ("step",)
+    assert tenuto(command, *words) == 2
+    assert "is not the plan that step.yaml was made with" in capsys.readouterr().err
+
+
 def test_kubernetes_gets_rayservices(tmp_path: Path) -> None:
     nodes = [{"name": "n0", "label": "tenuto-node=a", "gpus": [{"type": "v100", "count": 4}]}]
     fleet = tmp_path / "fleet.yaml"
