@@ -48,7 +48,7 @@ TYPED_ROOMS = (
 FOREIGN_KEYS = {
     "deployments/entry/protocols/openai_bodies.py": 1,  # a type with one word
     "deployments/control/controller_process.py": 3,  # Serve's config, and what the planner plans with
-    "deployments/control/operations.py": 4,  # what a launcher signed, and the environment
+    "deployments/control/operations.py": 3,  # what a launcher signed
     "deployments/control/settings.py": 1,  # a file before it is checked
     "deployments/entry/service/management.py": 5,  # ASGI
     "deployments/entry/protocols/grpc_calls.py": 1,  # the Open Inference Protocol

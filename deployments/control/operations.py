@@ -22,7 +22,7 @@ from tenuto.deployments.control.remembered import ControlMemory, DesiredDeployme
 from tenuto.deployments.control.settings import check_policy
 from tenuto.deployments.control.version_edits import Edited
 from tenuto.deployments.machines.node_layouts import check_layouts
-from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address
+from tenuto.deployments.process.ray_address import KnownDeployment, announce, cluster_address, running_address
 from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
 from tenuto.deployments.serve.config import CONTROL_APPLICATION, ENTRY_APPLICATION, application_name, is_ours
 from tenuto.deployments.serve.deployment import UNCHANGEABLE, Deployment, fitting_gateways
@@ -68,7 +68,7 @@ class Operations:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # `progress` reports instead
         self._progress, self._sleep = progress, sleep
         self._launcher = Launcher(progress=progress)
-        self._launcher.connect(num_gpus=0, address=address or os.environ.get("RAY_ADDRESS") or "auto")
+        self._launcher.connect(num_gpus=0, address=running_address(address) or "auto")
         self._applications = Applications()
         self._store = ClusterStore()
         self._history = History(self._store)

@@ -264,13 +264,20 @@ def _resolved(address: str) -> str:
     """
     if address != "auto":
         return address
-    named = os.environ.get("RAY_ADDRESS")
+    named = running_address()
     known = [] if named else known_deployments()
     if len(known) > 1:
         raise EnvironmentFaultError(
             f"several deployments run here: {', '.join(map(str, known))}. Name one with --address."
         )
     return named or (known[0].address if known else "")
+
+
+def running_address(address: str | None = None) -> str | None:
+    """Return the address of a running Ray, as it is given or else as RAY_ADDRESS has it; None if none is named. `local`
+    names none: it asks for a new Ray, on which nothing is deployed."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address or None
 
 
 def make_session_folder() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -219,10 +218,10 @@ def _meant(address: str | None) -> KnownDeployment | None:
         InvalidInputError: no deployment has that name.
         EnvironmentFaultError: there are several, and there is no terminal to ask which one.
     """
-    from tenuto.deployments.process.ray_address import known_deployments
+    from tenuto.deployments.process.ray_address import known_deployments, running_address
 
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address in ("auto", "local"):
+    address = running_address(address)
+    if address == "auto":
         return None
     known = known_deployments()
     matching = [each for each in known if address in (None, each.name, each.address)]
@@ -241,7 +240,7 @@ def _meant(address: str | None) -> KnownDeployment | None:
 def deployment_at(address: str | None) -> KnownDeployment:
     """Return where a deployment answers and where its Ray is, from any form of its address. The Ray is empty where the
     deployment is not one of this user's on this machine, and its address is a URL."""
-    from tenuto.deployments.process.ray_address import KnownDeployment, known_deployments
+    from tenuto.deployments.process.ray_address import KnownDeployment, known_deployments, running_address
 
     if address is not None and _is_url(address):
         url = address.rstrip("/")
@@ -251,8 +250,8 @@ def deployment_at(address: str | None) -> KnownDeployment:
     known = _meant(address)
     if known is not None and known.url:
         return known
-    named = (known.address if known is not None else address) or os.environ.get("RAY_ADDRESS", "")
-    if address is None and not os.environ.get("RAY_ADDRESS"):
+    named = known.address if known is not None else running_address(address) or ""
+    if not named:
         return KnownDeployment(named, url="http://127.0.0.1:8000", operator_url="http://127.0.0.1:8000")
     with operations(address) as running:
         deployment = running.running()

@@ -303,6 +303,8 @@ LAB = KnownDeployment("127.0.0.1:2", "lab", "https://127.0.0.1:9000", "http://12
         ([SHOP, LAB], SHOP.url, None, KnownDeployment(SHOP.address, url=SHOP.url, operator_url=SHOP.url)),
         ([SHOP, LAB], LAB.operator_url, None, KnownDeployment(LAB.address, "", LAB.operator_url, LAB.operator_url)),
         ([LAB], None, None, LAB),
+        ([LAB], None, "local", LAB),
+        ([], None, "local", KnownDeployment("", url="http://127.0.0.1:8000", operator_url="http://127.0.0.1:8000")),
         ([], None, None, KnownDeployment("", url="http://127.0.0.1:8000", operator_url="http://127.0.0.1:8000")),
         ([SHOP], "lab", None, InvalidInputError("Known here: shop")),
         ([SHOP, LAB], None, None, EnvironmentFaultError("several deployments run here: shop .* lab")),
