@@ -146,6 +146,8 @@ def exit_code(run: Callable[[], Any]) -> int:
         if isinstance(error, OSError) and isinstance(error.filename, str):  # the system refused a path
             path = printable(error.filename)
             return _failed(f"error: {path}: cannot be used ({error.strerror}). Give another path.", 2, error)
+        if isinstance(error, UnicodeEncodeError) and error.object[error.start] > "\ud7ff":  # bytes of an argument
+            return _failed(f"error: {printable(ascii(error.object))}: is no text in UTF-8. Correct it.", 2, error)
         ray = sys.modules.get("ray.exceptions")
         if ray is not None and isinstance(error, ray.RayError):
             why = f"Ray or a process of it ended or does not answer ({type(error).__name__}: {first_line(error)})"

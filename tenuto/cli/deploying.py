@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -93,15 +94,15 @@ class ServingArguments:
             "executor": "emulated" if self.emulate else self.executor or base.executor,
             "access": {
                 "keys": keys,
-                "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
-                "tls_key": self.tls_key and str(Path(self.tls_key).resolve()),
+                "tls_cert": self.tls_cert and os.path.realpath(self.tls_cert),
+                "tls_key": self.tls_key and os.path.realpath(self.tls_key),
                 "insecure": self.insecure,
                 "host_names": list(self.host_names),
                 "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
             },
             "scheduler_options": chosen,
             "partition": partition,
-            "offline": self.offline_path and {"path": str(Path(self.offline_path).resolve())},
+            "offline": self.offline_path and {"path": os.path.realpath(self.offline_path)},
             "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
         }
         left = {field for field in self.left_open() if field != "access" or not keys}

@@ -55,6 +55,24 @@ def test_a_path_that_the_system_refuses_is_no_internal_error(
     assert "cannot be used (" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--host \udcff", "--name \udcff", "--offline-path loop", "--tls-key loop", "--keys loop", "--control loop"],
+)
+def test_an_option_that_names_no_text_or_a_loop_is_no_internal_error(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    with pytest.raises(SystemExit):
+        main(["plan", "w.yaml", "--gpus", "v100:1", "--policy", "symphony", "-o", "plan.yaml"])
+    with pytest.raises(SystemExit) as stop:
+        main(["deploy", "plan.yaml", "--url", "http://127.0.0.1:1", *option.split()])
+    assert stop.value.code in (2, 3)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
 def test_another_fault_of_the_system_stays_an_internal_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
