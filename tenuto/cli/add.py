@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import json_option, named_values, output_option, printed_as_json, say, wants_json, write_file
+from tenuto.cli.common import (
+    NumberRange,
+    json_option,
+    named_values,
+    output_option,
+    printed_as_json,
+    say,
+    wants_json,
+    write_file,
+)
 from tenuto.cli.profile import parse_sizes
 from tenuto.documents import dump_yaml, load_document, parse_document, parse_pairs
 from tenuto.errors import refused
@@ -34,10 +43,10 @@ _GENERATES = {"prompt_tokens": 32, "output_tokens": 16, "max_sequences": 2, "max
 @click.command("add", short_help="Tell what a network is and needs, run it once, and write its entry into a workload.")
 @click.argument("model", metavar="MODEL")
 @click.option("--name", default="", metavar="NAME", help="Name for clients. Default: the file's own.")
-@click.option("--rate", "rate_rps", type=click.FloatRange(0, min_open=True), default=10.0, help="Requests per second.")
+@click.option("--rate", "rate_rps", type=NumberRange(0, min_open=True), default=10.0, help="Requests per second.")
 @click.option(
     "--slo-ms",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     metavar="MS",
     help=f"Time for an answer. Default: {_SLO_FACTOR:g} times what one takes alone here, at least {_LEAST_SLO_MS:g}.",
 )

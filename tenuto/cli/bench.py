@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import command_line, json_option, named_values, notice, printed_as_json, say, tell
+from tenuto.cli.common import Number, command_line, json_option, named_values, notice, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, deployment_at
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any, refused
@@ -23,18 +23,18 @@ from tenuto.files import read_text
 )
 @click.argument("target", metavar="PLAN|URL")
 @address_option
-@click.option("--duration-s", default=30.0, help="Length of the schedule.")
+@click.option("--duration-s", type=Number(), default=30.0, help="Length of the schedule.")
 @click.option(
     "--warmup-s",
     default=None,
-    type=float,
+    type=Number(),
     help="Requests of the first S seconds are left out of the figures. Default: 5 % of the duration.",
 )
 @click.option("--seed", default=0, help="Seed of the schedule and the payloads.")
-@click.option("--rate-scale", default=1.0, help="Factor on every rate of the plan.")
-@click.option("--slo-scale", default=1.0, help="Factor on every SLO of the plan.")
+@click.option("--rate-scale", type=Number(), default=1.0, help="Factor on every rate of the plan.")
+@click.option("--slo-scale", type=Number(), default=1.0, help="Factor on every SLO of the plan.")
 @click.option("--clients", default=1, help="Ray actors that send; 0 sends from this process.")
-@click.option("--grace-s", default=5.0, help="How long to wait for answers after the last request.")
+@click.option("--grace-s", type=Number(), default=5.0, help="How long to wait for answers after the last request.")
 @click.option(
     "--tensors",
     type=click.Choice(["binary", "json"]),

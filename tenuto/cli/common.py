@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tenuto.documents import write_whole
 from tenuto.errors import one_of, refused
+from tenuto.files import parse_number
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profile, Profiles
@@ -136,6 +137,34 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # which has one from 
             most = f", at most {self._most:g}" if self._most < math.inf else ""
             self.fail(f"{value!r}: must be {kind} separated by commas{least}{most}.", param, ctx)
         return numbers
+
+
+class Number(click.types.FloatParamType):
+    """A number as in files: neither `nan` nor infinite, nor so small that dividing by it is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a text. If it is wrong, a usage error says what it must be."""
+        _check_number(self, value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class NumberRange(click.FloatRange):
+    """A `Number` within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a text. If it is wrong, a usage error says what it must be."""
+        _check_number(self, value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _check_number(
+    kind: Number | NumberRange, value: Any, param: click.Parameter | None, ctx: click.Context | None
+) -> None:
+    try:
+        if isinstance(value, str):
+            parse_number(value)
+    except ValueError as error:
+        kind.fail(f"{value!r} {error}.", param, ctx)
 
 
 class ProgressLine:

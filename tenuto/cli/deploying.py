@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
-from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, headed, tell
+from tenuto.cli.common import ClusterArguments, NumberRange, cluster_arguments, gathered, headed, tell
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
 from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.options import split_pairs
@@ -378,7 +378,7 @@ _serving = (
         click.option(
             "--hangs-s",
             default=10.0,
-            type=click.FloatRange(min=0, min_open=True),
+            type=NumberRange(min=0, min_open=True),
             help="When a batch takes longer than this, and longer than 20 times its planned latency, its gpu-let is "
             "replaced.",
         ),
@@ -433,7 +433,7 @@ _serving = (
         click.option(
             "--trace-ratio",
             default=0.0,
-            type=click.FloatRange(0, 1),
+            type=NumberRange(0, 1),
             help="Share of the requests without a traceparent that are traced.",
         ),
     ),

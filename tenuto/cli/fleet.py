@@ -16,6 +16,8 @@ import click
 
 from tenuto import __version__
 from tenuto.cli.common import (
+    Number,
+    NumberRange,
     json_option,
     named_values,
     notice,
@@ -81,7 +83,7 @@ def command() -> None:
     "every_s",
     is_flag=False,
     flag_value=_EVERY_S,
-    type=click.FloatRange(1.0, 3600.0),
+    type=NumberRange(1.0, 3600.0),
     metavar="[SECONDS]",
     help=f"Ask again and write again every so many seconds ({_EVERY_S:g}) until Ctrl-C. With --json: once.",
 )
@@ -168,7 +170,7 @@ def _say_notes(seen: Mapping[str, CellReport]) -> None:
 @click.option(
     "--at-most",
     default=1.0,
-    type=click.FloatRange(0, 1),
+    type=NumberRange(0, 1),
     metavar="PART",
     help="Part of all GPU time that may move between cells.",
 )
@@ -349,7 +351,7 @@ def _plan_after(folder: str, change: CellChange) -> Plan:
     metavar="KIND:NAME@S",
     help="Lose a cell, rack, node (CELL/NODE) or gpu (CELL/GPU) after so many seconds: cell:west@60s; repeatable.",
 )
-@click.option("--duration-s", type=float, default=120.0, help="Length of the run in virtual time.")
+@click.option("--duration-s", type=Number(), default=120.0, help="Length of the run in virtual time.")
 @click.option("--seed", type=int, default=0, help="Seed of the arrivals.")
 @profiles_option("shipped ones for the GPU types")
 @json_option

@@ -10,7 +10,7 @@ import click
 
 from tenuto.batching.virtual.criterion import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
-from tenuto.cli.common import ProgressLine, printed_as_json, say, tell
+from tenuto.cli.common import Number, ProgressLine, printed_as_json, say, tell
 from tenuto.cli.tables import print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.loadgen.endpoint_trials import EndpointTrial, on_endpoint
@@ -22,14 +22,14 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # default: defaults of a live search: seco
 
 @click.command("goodput", short_help="Find the highest rate in time.")
 @virtual_arguments
-@click.option("--rate-scale", type=float, default=1.0, help="Factor on every rate at which the search begins.")
+@click.option("--rate-scale", type=Number(), default=1.0, help="Factor on every rate at which the search begins.")
 @click.option(
     "--criterion",
     type=click.Choice(["each", "all"]),
     default="each",
     help="Ask for 99 % in time of every model and application, or of all their requests together.",
 )
-@click.option("--tolerance", type=float, default=0.01, help="Relative width of the final bracket.")
+@click.option("--tolerance", type=Number(), default=0.01, help="Relative width of the final bracket.")
 @click.option("--runs", type=int, help=f"Most runs of the search. Default: 64; against an endpoint {_LIVE_RUNS}.")
 @click.option("--clients", default=1, help="Against an endpoint: Ray actors that send; 0 sends from this process.")
 @click.pass_context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import json_option, notice, output_option, printed_as_json, say, write_file
+from tenuto.cli.common import NumberRange, json_option, notice, output_option, printed_as_json, say, write_file
 
 
 @click.command("import", short_help="Make a workload of a model repository of Triton Inference Server.")
@@ -12,7 +12,7 @@ from tenuto.cli.common import json_option, notice, output_option, printed_as_jso
 @click.option(
     "--rate",
     "rate_rps",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=10.0,
     metavar="RPS",
     help="Requests per second to plan for each model; a repository does not say them.",
@@ -20,7 +20,7 @@ from tenuto.cli.common import json_option, notice, output_option, printed_as_jso
 )
 @click.option(
     "--slo-ms",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     default=100.0,
     metavar="MS",
     help="Time for an answer, for models whose queue policy names no timeout.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import json_option, notice, printed_as_json, say
+from tenuto.cli.common import NumberRange, json_option, notice, printed_as_json, say
 from tenuto.errors import refused
 
 
@@ -13,13 +13,13 @@ from tenuto.errors import refused
 @click.option(
     "--model", "models", multiple=True, metavar="PATTERN", help="Model that the client may use; repeatable.  [all]"
 )
-@click.option("--rate-rps", type=click.FloatRange(min=0, min_open=True), help="Most requests per second, on average.")
+@click.option("--rate-rps", type=NumberRange(min=0, min_open=True), help="Most requests per second, on average.")
 @click.option(
     "--burst", type=click.IntRange(1), metavar="N", help="Most requests at once.  [as many as --rate-rps gives in 1 s]"
 )
 @click.option(
     "--tokens-per-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     help="Most tokens per second that models read and write for the client, on average.",
 )
 @click.option("--offline", is_flag=True, help="All its requests are offline: no SLO, and only time that is left over.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import json_option, notice, printed_as_json, say, tell
+from tenuto.cli.common import Number, json_option, notice, printed_as_json, say, tell
 from tenuto.cli.deploying import address_option, asked_of_controller, operations
 from tenuto.cli.tables import print_table
 from tenuto.deployments.control.version_edits import Edits, promoted, with_models, with_version
@@ -175,7 +175,7 @@ def remove(name: str, no_wait: bool, address: str | None) -> int:
 @click.argument("name")
 @click.argument("version")
 @click.option(
-    "--share", type=float, metavar="PCT", help="Percentage of the requests that name no version.  [--shadow: 100]"
+    "--share", type=Number(), metavar="PCT", help="Percentage of the requests that name no version.  [--shadow: 100]"
 )
 @click.option("--shadow", is_flag=True, help="Send it copies of requests; its answers go nowhere.")
 @click.option("--entry", metavar="ENTRY", help="Keys in which it differs, as in a workload file; or a file with them.")

@@ -14,6 +14,7 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tenuto.cli.common import (
+    Number,
     Numbers,
     command_line,
     json_option,
@@ -64,7 +65,10 @@ _NEARLY_ALL = 0.999  # default: of sizes without an end
     "Default: the range that the network takes, or that comes by the workload.",
 )
 @click.option(
-    "--budget-s", type=float, default=20.0, help="Seconds of repeated timing per model, without the time to build it."
+    "--budget-s",
+    type=Number(),
+    default=20.0,
+    help="Seconds of repeated timing per model, without the time to build it.",
 )
 @click.option(
     "--name",
@@ -85,7 +89,7 @@ _NEARLY_ALL = 0.999  # default: of sizes without an end
 @click.option("--seed", type=int, default=0, help="Seed of random weights and inputs.")
 @click.option(
     "--time-limit-s",
-    type=float,
+    type=Number(),
     metavar="S",
     help="Begin no measurement after S seconds; continue later with --resume.",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import json_option, notice, printed_as_json, say
+from tenuto.cli.common import Number, json_option, notice, printed_as_json, say
 from tenuto.cli.tables import number, percent, print_table
 from tenuto.outcome import WARM_UP
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed."
 )
 @click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for profile, plans and reports.")
-@click.option("--seconds", default=15.0, help="Length of each of the two load runs.")
+@click.option("--seconds", type=Number(), default=15.0, help="Length of each of the two load runs.")
 @click.option("--seed", default=1, help="Seed of the arrivals.")
 @json_option
 def command(folder: str | None, seconds: float, seed: int) -> int:

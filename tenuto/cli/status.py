@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, say, stdout_console
+from tenuto.cli.common import NumberRange, json_option, printed_as_json, say, stdout_console
 from tenuto.cli.deploying import address_option, deployment_at
 from tenuto.cli.tables import number, percent, print_table
 from tenuto.outcome import OUTCOMES
@@ -27,7 +27,7 @@ _SORTS = ("name", "attainment", "rate", "latency")
     is_flag=True,
     help="Show figures of the last ten seconds (at first, of one second) until Ctrl-C. Into a file: show them once.",
 )
-@click.option("--every-s", default=1.0, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
+@click.option("--every-s", default=1.0, type=NumberRange(0.2, 60.0), help="Time between looks.")
 @click.option("--sort", default="attainment", type=click.Choice(_SORTS), help="Models, watched.")
 @json_option
 def command(address: str | None, watch: bool, every_s: float, sort: str) -> int:

@@ -13,7 +13,7 @@ import click
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import scheduler_class, scheduler_names
-from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, json_option, tell
+from tenuto.cli.common import ClusterArguments, Number, cluster_arguments, gathered, json_option, tell
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import Simulation
@@ -184,10 +184,10 @@ virtual_arguments = gathered(
         metavar="NAME",
         help=f"One of {', '.join(scheduler_names())}.",
     ),
-    click.option("--duration-s", type=float, default=60.0, help="Length of the run in virtual time."),
+    click.option("--duration-s", type=Number(), default=60.0, help="Length of the run in virtual time."),
     click.option("--seed", type=int, default=0, help="Seed of the arrivals."),
     click.option(
-        "--warmup-s", type=float, metavar="S", help="Requests of the first S seconds do not count. Default: 5 %."
+        "--warmup-s", type=Number(), metavar="S", help="Requests of the first S seconds do not count. Default: 5 %."
     ),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(

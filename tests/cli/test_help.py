@@ -1,5 +1,6 @@
 """What the command line says of itself is so: verbs, options and names are suggested, defaults are those that count."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,17 @@ def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         main(list(args))
     assert left.value.code == 2
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "1e-320", "1_000"])
+def test_a_number_of_an_option_is_one_that_files_may_have(value: str) -> None:
+    wrong = []
+    for words, command in COMMANDS.items():
+        for option in command.params:
+            if isinstance(option.type, click.types.FloatParamType):
+                with contextlib.suppress(click.BadParameter):
+                    wrong.append((words, option.name, option.type.convert(value, None, None)))
+    assert wrong == []
 
 
 def test_every_verb_is_in_the_help_once(capsys: pytest.CaptureFixture[str]) -> None:

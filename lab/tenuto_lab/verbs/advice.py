@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from tenuto.cli.common import printed_as_json
+from tenuto.cli.common import NumberRange, printed_as_json
 from tenuto.cli.tables import percent, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto_lab.advice_series import advice_over_time
@@ -15,9 +15,7 @@ from tenuto_lab.autoscale import AutoscaleOptions
 
 @click.command("advice", short_help="Scaling advice over the time of a simulated run.")
 @virtual_arguments
-@click.option(
-    "--window-s", type=click.FloatRange(min=0, min_open=True), default=10.0, help="Length of a window in seconds."
-)
+@click.option("--window-s", type=NumberRange(min=0, min_open=True), default=10.0, help="Length of a window in seconds.")
 def command(arguments: VirtualArguments, window_s: float) -> None:
     """Run PLAN or WORKLOAD as `tenuto simulate` does, and print the advice of every window without following it.
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from tenuto.cli.common import ProgressLine, command_line, json_option, notice, printed_as_json, say, tell, wants_json
+from tenuto.cli.common import (
+    NumberRange,
+    ProgressLine,
+    command_line,
+    json_option,
+    notice,
+    printed_as_json,
+    say,
+    tell,
+    wants_json,
+)
 from tenuto.cli.tables import percent, print_table
 
 if TYPE_CHECKING:
@@ -30,9 +40,7 @@ _COLUMNS = ("policy", "model", "from s", "share %", "batch", "batch ms", "answer
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the arrivals.")
 @click.option(
-    "--duration-s",
-    type=click.FloatRange(0.5, 3600),
-    help="Length of each run. Default: the thesis' number of requests.",
+    "--duration-s", type=NumberRange(0.5, 3600), help="Length of each run. Default: the thesis' number of requests."
 )
 @click.option(
     "--clients",
@@ -46,7 +54,7 @@ _COLUMNS = ("policy", "model", "from s", "share %", "batch", "batch ms", "answer
 )
 @click.option(
     "--time-stretch",
-    type=click.FloatRange(1, 1000),
+    type=NumberRange(1, 1000),
     metavar="K",
     help="With --live: multiply all times by K and divide all rates by K. Default: 1, real time.",
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tenuto.cli.common import command_line, json_option, notice, output_option, say
+from tenuto.cli.common import NumberRange, command_line, json_option, notice, output_option, say
 from tenuto.cli.profile_generation import report_profile
 from tenuto.documents import write_whole
 from tenuto.errors import refused
@@ -27,7 +27,7 @@ _LIMIT = click.IntRange(min=1)
 @click.option("--max-sequences", type=_LIMIT, help="The engine's limit. Default: 256, or less if the log shows it.")
 @click.option("--max-batch-tokens", type=_LIMIT, default=2048, help="The engine's limit.")
 @click.option("--kv-tokens", type=_LIMIT, help="Tokens its KV cache holds. Default: as the log shows.")
-@click.option("--memory-mib", type=click.FloatRange(min=1), help="Memory of the GPU, for types not known by name.")
+@click.option("--memory-mib", type=NumberRange(min=1), help="Memory of the GPU, for types not known by name.")
 @output_option("Profile file; default profile-TYPE.yaml, such as profile-a100.yaml.")
 @json_option
 def command(

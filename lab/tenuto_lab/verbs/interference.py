@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tenuto.cli.common import Numbers, command_line, progress_console, write_file
+from tenuto.cli.common import Number, Numbers, command_line, progress_console, write_file
 from tenuto.documents import parse_pairs
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.mps.gpu_shares import shares_of
@@ -33,7 +33,7 @@ def command() -> None:
     "--profile", "profile", required=True, metavar="FILE", help="The profile in which the models were measured alone."
 )
 @click.option("--kinds", required=True, metavar="KIND,…", help="igniter (alone and two copies), pairs, residents.")
-@click.option("--seconds", type=float, default=5.0, show_default=True, help="Seconds of each co-run.")
+@click.option("--seconds", type=Number(), default=5.0, show_default=True, help="Seconds of each co-run.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--batch-sizes", "sizes", type=Numbers(int), default="1,2,4,8", show_default=True, metavar="N,N…")
 @click.option("--shares", type=Numbers(float), default="50,100", show_default=True, metavar="PCT,PCT…")
@@ -45,7 +45,7 @@ def command() -> None:
     help="Model option, the same as when it was measured alone; repeatable.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights and inputs.")
-@click.option("--time-limit-s", type=float, metavar="S", help="Start no further co-run after S seconds.")
+@click.option("--time-limit-s", type=Number(), metavar="S", help="Start no further co-run after S seconds.")
 def _measure(
     models: tuple[str, ...],
     profile: str,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import Numbers, json_option, printed_as_json, progress_console, say, write_file
+from tenuto.cli.common import Number, Numbers, json_option, printed_as_json, progress_console, say, write_file
 from tenuto.documents import parse_pairs
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _estimate(
 @click.argument("model", metavar="MODEL")
 @click.option("--profile", "profile", required=True, metavar="FILE", help="The profile; it has MODEL's point.")
 @click.option("--batch-size", type=int, required=True, metavar="N", help="Batch size of the point.")
-@click.option("--share", type=float, default=100.0, metavar="PCT", help="Share of the point.")
+@click.option("--share", type=Number(), default=100.0, metavar="PCT", help="Share of the point.")
 @click.option("--ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
 @click.option("--nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
 @click.option("--trace", metavar="FILE", help="torch.profiler trace of the same batch.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from tenuto.cli import load_verb
-from tenuto.cli.common import command_line, json_option, printed_as_json, profiles_from, say, tell
+from tenuto.cli.common import Number, command_line, json_option, printed_as_json, profiles_from, say, tell
 from tenuto.cli.tables import number, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import refused
@@ -56,7 +56,7 @@ def _balance(plan: str, names: tuple[str, ...]) -> None:
 
 @command.command("curves", short_help="Attainment at other rates, SLOs and burstiness.")
 @virtual_arguments
-@click.option("--rate-scale", type=float, default=1.0, help="Factor on every rate, such as `tenuto goodput` finds.")
+@click.option("--rate-scale", type=Number(), default=1.0, help="Factor on every rate, such as `tenuto goodput` finds.")
 @click.option(
     "--curve",
     "texts",
