@@ -327,7 +327,9 @@ class TenutoHandle:
             RequestFailedError: expired, rejected or failed.
         """
         self._limits(model)
-        if (tokenizer := tokenizer_of(self._plan.model(self._find(model).name))) is None:
+        planned = self._find(model)
+        planned.follow_texts(spec := self._plan.model(planned.name))
+        if (tokenizer := planned.tokenizer or tokenizer_of(spec)) is None:  # which says why it cannot be opened
             raise refused("prompt", prompt, f"needs a tokenizer, and '{model}' has none", "Use `generate_tokens`.")
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         asked = self._read_generation(model, tokenizer, prompt=prompt, **options)

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry import gateway
 from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.service import planned_model, python_handle
 from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.entry.service.traces import Traces
@@ -524,6 +525,20 @@ async def test_python_gives_out_a_text_part_by_part(bench: Bench) -> None:
                 _ = [part async for part in tenuto.generate(model, prompt)]
         with pytest.raises(RequestFailedError, match="expired"):
             _ = [part async for part in tenuto.generate("slow", "x", slo_ms=0.001)]
+
+
+async def test_a_python_handle_opens_the_tokenizer_of_a_model_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its file is read, the loop of the process stands still."""
+    opened = []
+    tokenizer_of = planned_model.tokenizer_of
+    monkeypatch.setattr(planned_model, "tokenizer_of", lambda spec: opened.append(spec.name) or tokenizer_of(spec))
+    monkeypatch.setattr(python_handle, "tokenizer_of", planned_model.tokenizer_of)
+    async with await handle(bench) as tenuto:
+        for _ in range(3):
+            assert "".join([part async for part in tenuto.generate("slow", "x", max_tokens=2)])
+    assert opened == ["slow"]
 
 
 async def test_what_python_asks_is_held_to_the_rules_of_http(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
