@@ -107,6 +107,12 @@ class Policy(ABC):
         """Return the policy that compares plans by the model that is served worst, if it can; by default itself."""
         return self
 
+    def for_parts_of(self, workload: Workload, cluster: Cluster) -> Policy:
+        """Return the policy that judges plans on parts of a cluster as it judges those on all of it; by default
+        itself."""
+        del workload, cluster
+        return self
+
     @property
     def options(self) -> dict[str, Any]:
         """The options of this policy, which the plan records."""

@@ -56,6 +56,11 @@ CLUSTERS = 40  # limit: clusters that are planned for one price
 STEPS, REACH = 8, 4  # fitted: types are exchanged in steps of an eighth of all GPUs at first, up to four of them
 
 
+def is_large(workload: Workload, cluster: Cluster) -> bool:
+    """Return whether there are too many models or GPUs for trials."""
+    return max(len(workload.models), len(cluster.gpus)) > LARGE
+
+
 @dataclass(kw_only=True, eq=False)
 class SearchOptions:
     """The options of a search, see `TenutoPolicy`."""
@@ -134,8 +139,9 @@ class PlanSource:
         profiles: Profiles,
         watch: PlanningWatch,
         objective: Objective,
+        tries_plans: bool = True,
     ) -> None:
-        """`objective`: by which plans are compared."""
+        """`objective`: by which plans are compared. `tries_plans`: whether trials decide, unless plans are large."""
         self._options, self._cluster, self._profiles, self._watch = options, cluster, profiles, watch
         # Planned without merging: the planner chooses afterwards which models become one program.
         self._unsplit = workload.model_copy(update={"merge": "off"})
@@ -144,7 +150,7 @@ class PlanSource:
         self._workload = workload = self._splits[0]
         self._objective, self.worth = objective, Worth(workload.models, objective, workload.applications)
         self.least_price = least_price(workload, cluster, profiles) if self.worth.applications else 0.0
-        self.is_large = max(len(workload.models), len(cluster.gpus)) > LARGE
+        self.is_large = not tries_plans or is_large(workload, cluster)
         self.refused: dict[str, str] = {}
 
     def by_split(self, cluster: Cluster, *, is_one_enough: bool = False) -> Iterator[list[JudgedPlan]]:
@@ -242,12 +248,13 @@ class PlanSearch:
         watch: PlanningWatch | None = None,
         trials: Callable[..., Trials] = Trials,
         compares_by: Objective | None = None,
+        tries_plans: bool = True,
     ) -> None:
         """`trials`: makes what runs plans, given as `Trials` is. `compares_by`: the objective by which plans are
-        compared, if not the workload's, by which they are served."""
+        compared, if not the workload's, by which they are served. `tries_plans`: whether trials decide at all."""
         self._options, self._cluster, self._watch = options, cluster, watch or PlanningWatch()
         objective = compares_by or workload.objective
-        self.candidates = PlanSource(options, workload, cluster, profiles, self._watch, objective)
+        self.candidates = PlanSource(options, workload, cluster, profiles, self._watch, objective, tries_plans)
         self._is_large = self.candidates.is_large
         self._make_trials = partial(
             trials,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from tenuto.batching.planning.judging import Worth
-from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, SearchOptions
+from tenuto.batching.planning.plan_search import JudgedPlan, PlanSearch, SearchOptions, is_large
 from tenuto.batching.planning.token_trials import STEADY_SLOS, carried_in_trial, served_in_trial
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem
@@ -66,10 +66,11 @@ class TenutoPolicy(SearchOptions, Policy):
         splits_deadlines=True,
         is_interruptible=True,
     )
-    _compares_by: ClassVar[Objective | None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._compares_by: Objective | None = None
+        self._tries_plans = True
         scheduler_class(self.scheduler)
 
     def _problems(self) -> Iterator[Problem]:
@@ -82,8 +83,14 @@ class TenutoPolicy(SearchOptions, Policy):
     def for_worst_served(self) -> TenutoPolicy:
         """Return the same policy, which takes the plan that serves the worst served model best. Plans are served by the
         workload's objective all the same."""
-        policy = _ByWorstServed(**self.options)
-        policy.watch = self.watch
+        policy = copy(self)
+        policy._compares_by = "each"
+        return policy
+
+    def for_parts_of(self, workload: Workload, cluster: Cluster) -> TenutoPolicy:
+        """Return the same policy, which tries plans on parts of a cluster only if it would try those on all of it."""
+        policy = copy(self)
+        policy._tries_plans = not is_large(workload, cluster)
         return policy
 
     def carries(self, spec: ModelSpec, cost: StepCost, kv_tokens: int) -> tuple[float, int]:
@@ -98,7 +105,8 @@ class TenutoPolicy(SearchOptions, Policy):
         """Return the best plan of the search."""
         if not workload.models:
             return _nothing(cluster, {})
-        search = PlanSearch(self, workload, cluster, profiles, self.watch, compares_by=self._compares_by)
+        by, tries_plans = self._compares_by, self._tries_plans
+        search = PlanSearch(self, workload, cluster, profiles, self.watch, compares_by=by, tries_plans=tries_plans)
         best = search.best()
         if best is None:
             why = f"no start can plan: {next(iter(search.candidates.refused.values()), 'there is none')}"
@@ -123,10 +131,6 @@ class TenutoPolicy(SearchOptions, Policy):
                 "notes": tuple(_notes(search, best, self.scheduler)),
             }
         )
-
-
-class _ByWorstServed(TenutoPolicy):
-    _compares_by = "each"
 
 
 def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:

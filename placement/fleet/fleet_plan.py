@@ -17,13 +17,15 @@ from tenuto.placement.application import Application
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.demand import HEADROOM, Kind, ModelGroup, fluid_of, group_models, kind_of, room_of
 from tenuto.placement.expectation.component import NOTHING
-from tenuto.placement.expectation.outlook import Traffic
+from tenuto.placement.expectation.outlook import IN_FULL, Traffic
 from tenuto.placement.fleet.traffic_spread import CellRoom, Shares, Spread, spread_traffic
 from tenuto.placement.placement_constraints import bearable, names_of
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.plan_edits import drained, with_the_rest
 from tenuto.placement.planner import PlanTask, RunningPlan, in_turns, make_plan, plan_on_fewest
+from tenuto.placement.planner.fault_tolerance import SLIGHT
+from tenuto.placement.planner.minimal_change import formula_rps
 from tenuto.placement.policy import load_policy
 from tenuto.placement.workload import ModelSpec, Workload, lacking
 from tenuto.profiles import Profiles
@@ -224,11 +226,13 @@ def _promised_part(plan: Plan) -> float:
 
 
 def _with_less(room: CellRoom, used: Mapping[Kind, float], short: Plan | None) -> CellRoom:
-    """Return the room of a cell whose plan serves too little: as much as the plan promises of what it was made for."""
+    """Return the room of a cell whose plan serves too little: as much as the plan promises of what it was made for, and
+    none for newcomers."""
     if short is None:
         return room
     part = _promised_part(short)
-    return replace(room, gpus={kind: min(count, part * used.get(kind, 0.0)) for kind, count in room.gpus.items()})
+    gpus = {kind: min(count, part * used.get(kind, 0.0)) for kind, count in room.gpus.items()}
+    return replace(room, gpus=gpus, is_short=True)
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -291,8 +295,9 @@ def _plan_cell(job: _Job, task: FleetTask) -> Plan:
     places = () if before is None else before.drained
     with _naming(job.cell):
         cluster = cluster_without(job.cell.cluster, places)
-        policy = load_policy(task.policy.name, task.policy.options)
         workload = bearable(job.workload, cluster.gpus)  # of racks that are lost one may be left
+        # The plans on few and on many GPUs of a cell are compared.
+        policy = load_policy(task.policy.name, task.policy.options).for_parts_of(workload, cluster)
         question = PlanTask(policy, workload, cluster, task.profiles)
         if before is None or not before.gpulets or not workload.models:
             plan = plan_on_fewest(question, _first_gpus(cluster, workload, job.used))
@@ -322,8 +327,17 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
         return False
     ratios = [spec.rate_rps / then[name] for name, spec in now.items()]
     offered = sum(then[name] * ratio for name, ratio in zip(now, ratios, strict=True))
-    most = 1.0 if plan.unserved_reasons else HEADROOM  # a promise near the limit of its GPUs stands no more
+    most = HEADROOM if max(ratios, default=1.0) > 1.0 and _has_margin(plan) else 1.0
     return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / HEADROOM
+
+
+def _has_margin(plan: Plan) -> bool:
+    """Return whether a plan stands a tenth more load: not at the limit of its GPUs, nor where only trials promise it.
+    A policy that states nothing leaves all promises to the formulas."""
+    if plan.unserved_reasons or plan.believed is None:
+        return not plan.unserved_reasons
+    by_formulas = formula_rps(plan)
+    return all(by_formulas.get(spec.name, 0.0) >= (IN_FULL - SLIGHT) * spec.rate_rps for spec in plan.models)
 
 
 def _goes_on(part: Workload, done: Workload, plan: Plan | None) -> bool:

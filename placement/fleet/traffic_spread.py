@@ -28,12 +28,14 @@ Shares = Mapping[str, Mapping[str, float]]
 @dataclass(frozen=True)
 class CellRoom:
     """What a cell has: GPUs by kind, and the names by which models say that they may lie there. `idle` are the GPUs
-    that its running plan does not use; None: nothing runs there."""
+    that its running plan does not use; None: nothing runs there. A plan of a cell that `is_short` serves too little, so
+    that newcomers go elsewhere while there is room."""
 
     name: str
     gpus: Mapping[Kind, float]
     places: frozenset[str]
     idle: Mapping[Kind, float] | None = None
+    is_short: bool = False
 
     @classmethod
     def of(
@@ -93,7 +95,7 @@ class _Cells:
             part = min(1.0, math.ceil(sum(took.values())) / uses) if uses > 0.0 else 1.0
             for kind, free in self.free[name].items():
                 left = max(0.0, took.get(kind, 0.0) - self._filled[name][kind])
-                self.free[name][kind] = min(free, part * room.idle.get(kind, 0.0) + left)
+                self.free[name][kind] = 0.0 if room.is_short else min(free, part * room.idle.get(kind, 0.0) + left)
 
     def spend_margin(self) -> None:
         """Let models take the room that was left for a tenth more load."""

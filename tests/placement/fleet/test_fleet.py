@@ -18,6 +18,7 @@ from tenuto.placement.fleet.fleet_file import FleetFile, nodes_of
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
 from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
 from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, CellRoom, Spread, after_loss, spread_traffic
+from tenuto.placement.planner import PlanTask, plan_on_fewest
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profile, Profiles
 
@@ -226,6 +227,24 @@ def test_what_is_in_its_band_is_not_planned_again() -> None:
     assert again.plans == {}
     assert again.spread.moved == 0.0
     assert again.before == first.plans
+
+
+def test_what_only_a_trial_promises_stands_no_more_load() -> None:
+    states, asked = cells("c0", gpus=12), workload(model("a", 1900.0), model("b", 850.0))
+    task = FleetTask(asked.scaled(HEADROOM - 1e-6), states, PolicyUsed(name="tenuto"), Profiles([]))
+    tried = plan_on_fewest(PlanTask(load_policy("tenuto"), asked, states[0].cluster, task.profiles))
+    roomy = plan_fleet(replace(task, workload=asked)).plans["c0"]
+    assert tried.expected.gpus_used < roomy.expected.gpus_used  # as many as the formulas ask for
+    for plan, replanned in ((tried, {"c0"}), (roomy, set())):
+        assert plan_fleet(replace(task, cells=running(states, {"c0": plan}))).plans.keys() == replanned
+
+
+@pytest.mark.parametrize(("gpus", "is_tried"), [(12, True), (48, False)])
+def test_a_large_cell_is_not_tried_though_it_needs_few_gpus(gpus: int, is_tried: bool) -> None:
+    asked = workload(model("a", 1700.0), model("b", 800.0))
+    plan = plan_fleet(FleetTask(asked, cells("c0", gpus=gpus), PolicyUsed(name="tenuto"), Profiles([]))).plans["c0"]
+    assert plan.expected.gpus_used < 12
+    assert (plan.believed is not None) == is_tried
 
 
 def test_only_the_cell_of_a_model_that_grows_is_planned_again_and_keeps_its_gpulets() -> None:
