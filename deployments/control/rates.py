@@ -138,6 +138,8 @@ class Rates:
         """Add what arrived in the `seconds` up to now; return the models whose rate has jumped."""
         counts = np.array([float(arrived.get(name, 0)) for name in self._names])
         self._now_s = now_s
+        if not self._needs:
+            self._remember(now_s)  # of the declared rates, which the first seconds may fall short of
         self._recent.append((seconds, counts))
         held = sum(length for length, _ in self._recent)
         while held - self._recent[0][0] >= self._average_s:

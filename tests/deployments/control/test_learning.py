@@ -111,6 +111,21 @@ def test_a_need_is_remembered_until_it_has_settled() -> None:
     assert known.traffic().upper_rps["m"] < 0.3 * high
 
 
+@pytest.mark.parametrize("ttft_s", [{}, {"m": 2.0}])
+@pytest.mark.parametrize("begun_s", [0.0, 1.7e9])
+def test_what_is_declared_is_a_need_though_the_first_seconds_bring_less(
+    ttft_s: dict[str, float], begun_s: float
+) -> None:
+    """A lull in the first second took half the GPUs, and the next seconds lost most of their requests."""
+    known = rates({"m": 2000.0}, ttft_s=ttft_s)
+    for second in range(60):
+        known.observe(begun_s + second, 1.0, {"m": 600})
+        assert known.traffic().mean_rps["m"] >= 2000.0
+    for second in range(60, 120):
+        known.observe(begun_s + second, 1.0, {"m": 600})
+    assert known.traffic().mean_rps["m"] < 800.0
+
+
 def test_a_rising_rate_is_planned_for_ahead_and_a_falling_one_is_not() -> None:
     rising, falling = rates({"m": 100.0}, settle_s=0.0), rates({"m": 300.0}, settle_s=0.0)
     for second in range(100):
