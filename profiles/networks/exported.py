@@ -13,6 +13,7 @@ none, by the names of its tensor and its place: `input_1`. Scalars have no batch
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,10 +89,15 @@ def _file(source: str) -> Path:
 def _exported_program(path: Path, options: ShapeOptions, unlimited: int | None) -> LoadedModel:
     import torch
 
+    loader = logging.getLogger("torch.export")
+    level = loader.level
+    loader.setLevel(logging.ERROR)  # of a damaged archive it also prints a traceback
     try:
         program = torch.export.load(path)
     except Exception as error:  # there are many kinds: a damaged archive, another version, a compiled package
         raise _unusable(path, error, "Write it with torch.export.save(torch.export.export(…), path).") from error
+    finally:
+        loader.setLevel(level)
     nodes = {node.name: node for node in program.graph.nodes}
     names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
     inputs, outputs = (

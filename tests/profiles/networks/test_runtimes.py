@@ -118,7 +118,8 @@ def test_an_exported_file_is_a_source_with_the_signature_it_tells(kind: str, fil
     np.testing.assert_allclose(total, [4.0] * 3)
 
 
-def test_files_that_cannot_be_served_say_why(files: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_served_say_why(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And nothing else: torch prints a traceback of its own of a damaged archive."""
     (tmp_path / "damaged.onnx").write_bytes(b"no model")
     (tmp_path / "damaged.pt2").write_bytes(b"no archive")
     wrong = {
@@ -129,6 +130,7 @@ def test_files_that_cannot_be_served_say_why(files: Path, tmp_path: Path) -> Non
     for source, words in wrong.items():
         with pytest.raises(InvalidInputError, match=words):
             build(str(source))
+    assert "Traceback" not in "".join(capfd.readouterr())
     with pytest.raises(InvalidInputError, match="takes no image_size"):
         build(str(files / "scale.onnx"), options={"image_size": 32})
 
