@@ -207,9 +207,10 @@ def _nothing_survives(parts: Iterable[Workload], cells: Iterable[CellState]) -> 
     """Return by model why it will not survive as it asks in a cell of which too little is left."""
     unmet = {}
     for part, cell in zip(parts, cells, strict=True):
-        survive = {spec.name: spec.survive for spec in bearable(part, cell.cluster.gpus).models}
-        for spec in part.models:
-            if spec.survive is not None and survive.get(spec.name) is None:
+        asking = [spec for spec in part.models if spec.survive is not None]
+        survive = {spec.name: spec.survive for spec in bearable(part, cell.cluster.gpus).models} if asking else {}
+        for spec in asking:
+            if survive.get(spec.name) is None:
                 unmet[spec.name] = f"{cell.name} has no second {spec.spread or 'gpu'} that it may be on"
     return unmet
 
@@ -256,6 +257,12 @@ class _Job:
             return present.issuperset(self.before.devices(self.before.used_gpus))
         return not self.workload.models and (self.before is None or not self.before.gpulets)
 
+    @property
+    def newcomers(self) -> int:
+        """How many models come to the cell, which is what takes the planner longest."""
+        held = () if self.before is None else self.before.models
+        return len({spec.name for spec in self.workload.models} - {spec.name for spec in held})
+
 
 _work: tuple[Sequence[_Job], FleetTask] | None = None  # of a worker process, which inherits it
 
@@ -277,8 +284,11 @@ def _planned(jobs: Sequence[_Job], task: FleetTask) -> list[Plan]:
     if task.workers < 2 or len(jobs) < 2:
         return [_plan_cell(job, task) for job in jobs]
     context = multiprocessing.get_context("fork")  # so that workers have the profiles and plans without copying them
+    # The longest come first, so that no process waits for another one's last.
+    order = sorted(range(len(jobs)), key=lambda index: -jobs[index].newcomers)
     with ProcessPoolExecutor(min(task.workers, len(jobs)), context, _begin, (jobs, task)) as pool:
-        return list(pool.map(_work_on, range(len(jobs))))
+        plans = dict(zip(order, pool.map(_work_on, order), strict=True))
+    return [plans[index] for index in range(len(jobs))]
 
 
 @contextmanager
