@@ -344,8 +344,10 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
 def _has_margin(plan: Plan) -> bool:
     """Return whether a plan stands a tenth more load: not at the limit of its GPUs, nor where only trials promise it.
     A policy that states nothing leaves all promises to the formulas."""
-    if plan.unserved_reasons or plan.believed is None:
-        return not plan.unserved_reasons
+    if plan.unserved_reasons:
+        return False
+    if plan.believed is None:
+        return True
     by_formulas = formula_rps(plan)
     return all(by_formulas.get(spec.name, 0.0) >= (IN_FULL - SLIGHT) * spec.rate_rps for spec in plan.models)
 

@@ -144,27 +144,16 @@ class Number(click.types.FloatParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a text. If it is wrong, a usage error says what it must be."""
-        _check_number(self, value, param, ctx)
+        try:
+            if isinstance(value, str):
+                parse_number(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}.", param, ctx)
         return super().convert(value, param, ctx)
 
 
-class NumberRange(click.FloatRange):
+class NumberRange(Number, click.FloatRange):
     """A `Number` within bounds."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read a text. If it is wrong, a usage error says what it must be."""
-        _check_number(self, value, param, ctx)
-        return super().convert(value, param, ctx)
-
-
-def _check_number(
-    kind: Number | NumberRange, value: Any, param: click.Parameter | None, ctx: click.Context | None
-) -> None:
-    try:
-        if isinstance(value, str):
-            parse_number(value)
-    except ValueError as error:
-        kind.fail(f"{value!r} {error}.", param, ctx)
 
 
 class ProgressLine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tenuto.deployments.entry.service.hook_process import Postprocess, Preprocess, SetUp
+from tenuto.deployments.entry.service.hook_process import HookAnswer, Postprocess, Preprocess, SetUp
 from tenuto.deployments.entry.service.process_pool import HANGS_S, ProcessPool, cut_requests
 from tenuto.deployments.wire.tensors import Buffer, OutputTensor, RequestInputs, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
@@ -54,11 +54,14 @@ class HookPool(ProcessPool):
         Raises:
             HttpError: 429 where too many wait, 503 where the hooks cannot be started.
         """
-        cut = lambda answer, made: cut_requests(answer, made, self._signature, self.code, range(1, 2))[0]  # noqa: E731
-        return self.begin(Preprocess(), [body], latest_ms, cut)
+        return self.begin(Preprocess(), [body], latest_ms, self._inputs)
 
     def postprocess(self, outputs: Sequence[OutputTensor], request: Buffer, latest_ms: float) -> asyncio.Future[bytes]:
         """Begin to make the JSON of an answer; `request`: the body that `preprocess` got. Errors as there."""
         call = Postprocess([(each.name, each.dtype, each.shape) for each in outputs])
         seen = [request] if self.set_up is not None and self.set_up.sees_request else []
         return self.begin(call, [*(each.data for each in outputs), *seen], latest_ms, lambda _, body: bytes(body))
+
+    def _inputs(self, answer: HookAnswer, body: memoryview) -> RequestInputs:
+        """Cut the bytes behind an answer into the one request that hooks make."""
+        return cut_requests(answer, body, self._signature, self.code, range(1, 2))[0]
