@@ -18,7 +18,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -57,10 +57,19 @@ class Took:
 
 
 def draw(
-    seed: int, cells: int, gpus: int, models: int, load: float, *, mixed: bool, slower: float = 1.0, kind: str = ""
+    seed: int,
+    cells: int,
+    gpus: int,
+    models: int | Mapping[str, float],
+    load: float,
+    *,
+    mixed: bool,
+    slower: float = 1.0,
+    kind: str = "",
 ) -> Scene:
-    """Return the fleet of a seed. Batches take `slower` times as long, SLOs are as much longer, and rates lower; all
-    GPUs are of one `kind` where it is given."""
+    """Return the fleet of a seed. Models may be given by name with how many GPUs each takes in terms of the others.
+    Batches take `slower` times as long, SLOs are as much longer, and rates lower; all GPUs are of one `kind` where it
+    is given."""
     rng = random.Random(f"fleet {seed}")
     [measured] = thesis()
     rows = {
@@ -80,14 +89,14 @@ def draw(
             nodes.append({"name": f"c{index}n{node}", "gpus": [group]})
         states.append(CellState(f"c{index}", Cluster.model_validate({"nodes": nodes})))
     entries = []
-    for index in range(models):
+    for name in [f"m{index}" for index in range(models)] if isinstance(models, int) else models:
         row = rng.choice(NETWORKS)
         profile = profiles.get(row, "v100")
         slo_ms = max(slower * rng.choice((50, 100, 150, 200, 300)), 2.5 * profile.latency_ms(1))
         fitting = [size for size in profile.batch_sizes() if profile.latency_ms(size) <= slo_ms / 2]
         most = max(map(profile.throughput_rps, fitting))
-        rate = rng.lognormvariate(0.0, 1.0) * most
-        entries.append({"name": f"m{index}", "profile": row, "slo_ms": slo_ms, "rate_rps": rate})
+        rate = most * (rng.lognormvariate(0.0, 1.0) if isinstance(models, int) else models[name])
+        entries.append({"name": name, "profile": row, "slo_ms": slo_ms, "rate_rps": rate})
     scene = Scene(Workload.model_validate({"models": entries}), tuple(states), profiles)
     room = room_of(scene.joint)
     whole = sum(count * kind[1] for kind, count in room.items())

@@ -20,10 +20,18 @@ simulated seconds differ from the fluid of the same seconds. `--full` simulates 
 of a failure, soon after its beginning, is simulated whole, apart, and is no part of the attainment. With `--slower`
 batches take so many times as long, SLOs are as much longer, and rates as much lower: fewer requests for as many GPUs.
 
+With `--services` the models are those services of the gpu-v2025 trace (see `gpu_v2025`) that have a GPU in the
+`--hours` from day `--day` on (1 to 31): each is one of the networks, and its rate in a minute takes as many GPUs as it
+has live instances then, all divided by the same number so that the mean is `--load`. So instances that an operator
+provisioned stand for requests, which the file does not have. They hardly follow the time of day; with `--swing` each
+rate also does, as a function of `azure_like`. No tenant doubles. A service that comes is deployed before its first
+request, with the highest rate of its first `LOOK` minutes; one that has had none for so long is no longer planned.
+
 Static: one plan for every model's highest minute. Clairvoyant: a plan from nothing for the mean rates of five minutes,
 of every `--clairvoyant`th five minutes; what runs meanwhile is what it is compared with.
 
 Run: python lab/benchmarks/bench_fleet_day.py [--cells 4] [--cell 50] [--models 20] [--every 15] [--svg day.svg]
+     python lab/benchmarks/bench_fleet_day.py --services disaggregated_DLRM_trace.csv [--day 17] [--cells 4] [--cell 50]
 """
 
 from __future__ import annotations
@@ -40,11 +48,13 @@ from pathlib import Path
 import numpy as np
 from azure_like import MINUTES, write_day
 from bench_fleet import Scene, draw, planned
+from gpu_v2025 import DAYS, live_gpus
 from numpy.typing import NDArray
 from placement_scenes import machine
 from svg_panels import Panel, Series
 from svg_panels import draw as picture
 
+from tenuto.errors import InvalidInputError
 from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, Plan
@@ -130,7 +140,7 @@ class Running:
         model of a cell has what its plan stands."""
         served, place = np.zeros(len(names)), {name: at for at, name in enumerate(names)}
         for cell, plan in self.plans.items():
-            asked = {n: self.traffic[n].get(cell, 0.0) * float(rates[place[n]]) for n in plan.expected.models}
+            asked = {n: self.traffic.get(n, {}).get(cell, 0.0) * float(rates[place[n]]) for n in plan.expected.models}
             stands = {n: HEADROOM * each.goodput_rps for n, each in plan.expected.models.items()}
             if all(asked[name] <= stands[name] for name in asked):
                 parts: Mapping[str, float] = dict.fromkeys(asked, 1.0)
@@ -186,27 +196,56 @@ class Seen:
     day: Day
 
 
-def demand(scene: Scene, seed: int, doubling: float, swing: float | None = None) -> Numbers:
-    """Return the rates of a day: a row for each minute, a column for each model."""
+def shapes(models: int, seed: int, swing: float | None) -> Numbers:
+    """Return the Azure-like day: a row for each minute, a column with a mean of 1 for each model."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "day.csv"
         write_day(path, seed, swing=swing)
         table = np.loadtxt(path, delimiter=",", skiprows=1, usecols=range(4, 4 + MINUTES))
-    rates = np.zeros((MINUTES, len(scene.workload.models)))
-    for place, spec in enumerate(scene.workload.models):
-        if len(scene.workload.models) <= len(table) // 2:
-            row = table[place :: len(scene.workload.models)].sum(axis=0)
-        else:
-            row = table[place % len(table)]
-        rates[:, place] = spec.rate_rps * row / row.mean()
-    rates[round(doubling * MINUTES) :, ::TENANT] *= 2.0
-    return rates
+    result = np.zeros((MINUTES, models))
+    for place in range(models):
+        row = table[place::models].sum(axis=0) if models <= len(table) // 2 else table[place % len(table)]
+        result[:, place] = row / row.mean()
+    return result
+
+
+def day_of_functions(seed: int, given: argparse.Namespace) -> tuple[Scene, Numbers]:
+    """Return a fleet and the rates of a day: a row for each minute, a column for each model. None is 0, so that models
+    stay."""
+    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=False, slower=given.slower)
+    rates = shapes(given.models, seed, given.swing) * [spec.rate_rps for spec in scene.workload.models]
+    rates[round(given.doubling * MINUTES) :, ::TENANT] *= 2.0
+    return scene, np.maximum(rates, 1e-9)
+
+
+def day_of_services(seed: int, given: argparse.Namespace) -> tuple[Scene, Numbers]:
+    """Return a fleet and the rates of the services of gpu-v2025: a row for each minute of the hours, and then the
+    `LOOK` minutes before these, where negative numbers find them."""
+    minutes, first = round(given.hours * 60), (given.day - 1) * MINUTES
+    try:
+        live = live_gpus(Path(given.services), first - LOOK, minutes + LOOK)
+    except InvalidInputError as error:
+        raise SystemExit(f"--services: {error}") from None
+    live = {name: np.roll(counts, -LOOK) for name, counts in live.items() if counts[LOOK:].max() > 1e-6}
+    counts = np.stack([*live.values()])[:, :minutes]
+    total, idle = counts.sum(axis=0), counts < 1e-6
+    print(
+        f"{len(live)} services of day {given.day} on, {total.min():,.0f} to {total.max():,.0f} GPUs live; of "
+        f"{int((np.ptp(counts, axis=1) > 1e-6).sum())} the number changes, {int(idle[:, 0].sum())} come, "
+        f"{int(idle[:, -1].sum())} go"
+    )
+    sizes = dict(zip(live, counts.mean(axis=1).tolist(), strict=True))
+    scene = draw(seed, given.cells, given.cell, sizes, given.load, mixed=False, slower=given.slower)
+    rates = np.stack([live[s.name] / sizes[s.name] * s.rate_rps for s in scene.workload.models], axis=1)
+    if given.swing is not None:
+        rates *= shapes(len(live), seed, given.swing)[np.r_[:minutes, -LOOK:0] % MINUTES]
+    return scene, rates
 
 
 def at_rates(scene: Scene, rates: Numbers) -> Scene:
-    """Return the scene where models have these rates."""
-    specs = zip(scene.workload.models, rates, strict=True)
-    models = tuple(spec.with_rate_scaled(max(0.1, float(rate)) / spec.rate_rps) for spec, rate in specs)
+    """Return the scene where models have these rates, without those that have none."""
+    specs = zip(scene.workload.models, rates.tolist(), strict=True)
+    models = tuple(spec.with_rate_scaled(max(0.1, rate) / spec.rate_rps) for spec, rate in specs if rate > 0.0)
     return replace(scene, workload=scene.workload.model_copy(update={"models": models}))
 
 
@@ -233,13 +272,12 @@ def failures(scene: Scene, per_day: float, back: float, minutes: int, rng: np.ra
 
 def run(seed: int, failures_per_day: float, given: argparse.Namespace) -> None:
     """Print the figures of a seed, where nodes end so often."""
-    scene = draw(seed, given.cells, given.cell, given.models, given.load, mixed=False, slower=given.slower)
+    scene, rates = day_of_services(seed, given) if given.services else day_of_functions(seed, given)
     if given.survive:
         asking = [spec.model_copy(update={"spread": "rack", "survive": 1.0}) for spec in scene.workload.models]
         scene = replace(scene, workload=scene.workload.model_copy(update={"models": tuple(asking)}))
     names, gpus = [spec.name for spec in scene.workload.models], len(scene.joint.gpus)
     minutes = round(given.hours * 60)
-    rates = demand(scene, seed, given.doubling, given.swing)
     rng = np.random.default_rng(seed)
     lost = failures(scene, failures_per_day, given.back, minutes, rng)
     peak, _ = planned(at_rates(scene, rates[:minutes].max(axis=0)), {}, given.policy)
@@ -250,10 +288,12 @@ def run(seed: int, failures_per_day: float, given: argparse.Namespace) -> None:
     while start < minutes:
         gone = {node for minute, node in lost.items() if minute < start <= minute + given.back}
         asked = rates[range(start - LOOK, start)].max(axis=0)
+        comes = (asked == 0.0) & (rates[start] > 0.0)
+        asked[comes] = rates[start : min(start + LOOK, minutes), comes].max(axis=0)
         done, took = planned(at_rates(without(scene, gone), asked), running.plans, given.policy)
         running = Running({**running.plans, **done.plans}, done.traffic)
         plan_s, short, steps = plan_s + took.wall_s, short + bool(done.spread.lacking), steps + 1
-        ends = (m for m in range(start + 1, minutes) if _is_due(m, rates[m - 1], asked, given.every, lost))
+        ends = (m for m in range(start + 1, minutes) if _is_due(m, rates, asked, given.every, lost))
         end = next(ends, minutes)
         used[start:end] = running.gpus
         day.gpu_h += running.gpus * (end - start) / 60.0
@@ -296,6 +336,7 @@ def run(seed: int, failures_per_day: float, given: argparse.Namespace) -> None:
         own += used[slot : slot + SLOT].mean()
     attained = day.attainments()
     worst = int(np.nanargmin(attained))
+    passing = attained[(rates[:minutes] == 0.0).any(axis=0)]
     static = sum(p.expected.gpus_used for p in peak.plans.values()) * minutes / 60.0
     lacking = f", {len(peak.spread.lacking)} models lack room there" if peak.spread.lacking else ""
     print(
@@ -303,8 +344,9 @@ def run(seed: int, failures_per_day: float, given: argparse.Namespace) -> None:
         f"{len(names)} models, {steps} steps "
         f"({plan_s:.0f} s of planning, {time.process_time() - since:.0f} CPU s of this process); {day.requests:,} of "
         f"{day.offered.sum():,.0f} requests simulated; in time {_all(day, attained):.3%}, worst model {names[worst]} "
-        f"{attained[worst]:.2%} ({day.offered[worst]:,.0f} requests), {int((attained < 0.99).sum())} below 99 %; "
-        f"{short} steps lacked room; GPU-hours {day.gpu_h:,.1f} ({day.cost:,.0f} $), {day.gpu_h / static:.3f} of a "
+        f"{attained[worst]:.2%} ({day.offered[worst]:,.0f} requests), {int((attained < 0.99).sum())} below 99 %"
+        + (f", of {passing.size} that come or go the worst {np.nanmin(passing):.2%}" if passing.size else "")
+        + f"; {short} steps lacked room; GPU-hours {day.gpu_h:,.1f} ({day.cost:,.0f} $), {day.gpu_h / static:.3f} of a "
         f"static plan for the peak{lacking}"
         + (f", {own / clairvoyant:.3f} of the clairvoyant one" if clairvoyant else "")
         + day.after_failures(),
@@ -320,9 +362,11 @@ def _drawn(minutes: int, per_hour: float, rng: np.random.Generator) -> set[int]:
     return {int(apart * (part + rng.random())) for part in range(int(minutes / apart))}
 
 
-def _is_due(minute: int, last: Numbers, asked: Numbers, every: int, lost: Mapping[int, str]) -> bool:
-    """Return whether a step is in force from a minute on, when the minute before had the rates `last`."""
-    return minute % every == 0 or minute - 1 in lost or bool((last > HEADROOM * np.maximum(0.1, asked)).any())
+def _is_due(minute: int, rates: Numbers, asked: Numbers, every: int, lost: Mapping[int, str]) -> bool:
+    """Return whether a step is in force from a minute on, after one for the rates `asked`."""
+    if minute % every == 0 or minute - 1 in lost or bool((rates[minute, asked == 0.0] > 0.0).any()):
+        return True
+    return bool((rates[minute - 1] > HEADROOM * np.maximum(0.1, asked)).any())
 
 
 def _all(day: Day, attained: Numbers) -> float:
@@ -359,11 +403,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=float, default=number)
     parser.add_argument("--failures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--survive", action="store_true", help="models survive the loss of a rack")
+    parser.add_argument("--services", help="the file of gpu-v2025")
+    parser.add_argument("--day", type=int, choices=range(1, DAYS + 1), default=1, metavar=f"1..{DAYS}")
     parser.add_argument("--swing", type=float, help="every function follows the time of day so much")
     parser.add_argument("--policy", default="symphony")
     parser.add_argument("--full", action="store_true", help="simulate every second")
     parser.add_argument("--svg", help="draw load, GPUs and attainment over time, of the last seed")
     given = parser.parse_args(arguments)
+    if not 0.0 < given.hours <= 24.0 * (DAYS + 1 - given.day if given.services else 1):
+        parser.error(f"argument --hours: {given.hours:g} is none, or more than there are")
     print(machine("numpy", "highspy"))
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         for failures_per_day in given.failures:
