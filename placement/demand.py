@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain
 
 from tenuto.placement.application import Application
-from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.cluster import Cluster, Gpu, node_of
 from tenuto.placement.components import connected_components
 from tenuto.placement.costs import MOST_BATCH, ModelOnGpu, costs_of
 from tenuto.placement.expectation.outlook import MORE
@@ -102,24 +102,32 @@ def group_models(workload: Workload, cluster: Cluster, profiles: Profiles) -> li
     for app in workload.applications:
         applications[group_of[app.model_name(app.stages[0])]].append(app)
     costs, shares = costs_of(workload, cluster, profiles), shares_of(workload)
+    # Nodes of two cells may have one name, and their GPUs one id.
+    nodes = Counter((kind, node_of(name)) for kind, name in {(gpu.type, gpu.id) for gpu in cluster.gpus})
+    largest = {kind: max(n for (of, _), n in nodes.items() if of == kind) for kind in cluster.gpu_types}
     return [
         ModelGroup(
             tuple(specs),
             tuple(applications[index]),
-            {spec.name: _gpus_needed(spec, cluster, costs[spec.name], profiles, shares) for spec in specs},
+            {spec.name: _gpus_needed(spec, cluster, costs[spec.name], profiles, shares, largest) for spec in specs},
         )
         for index, specs in models.items()
     ]
 
 
 def _gpus_needed(
-    spec: ModelSpec, cluster: Cluster, by_type: Mapping[str, ModelOnGpu], profiles: Profiles, shares: Sequence[int]
+    spec: ModelSpec,
+    cluster: Cluster,
+    by_type: Mapping[str, ModelOnGpu],
+    profiles: Profiles,
+    shares: Sequence[int],
+    largest: Mapping[str, int],
 ) -> dict[str, float]:
-    """Return how many GPUs of each type the rate of a model needs."""
+    """Return how many GPUs of each type the rate of a model needs; `largest` is by type how many a node has."""
     if spec.generates is not None:
         spec, needs = with_lengths(spec), {}
         for kind, gpu in cluster.one_of_each.items():
-            ways = options_of(spec, gpu, profiles, carried, shares=shares)
+            ways = options_of(spec, gpu, profiles, carried, largest[kind], shares)
             needs[kind] = spec.rate_rps * min((w.takes_pct / 100.0 / w.rate_rps for w in ways), default=math.inf)
         return {kind: gpus for kind, gpus in needs.items() if gpus < math.inf}
     needs = {kind: spec.rate_rps * request_gpu_s(on, spec.rate_rps) for kind, on in by_type.items()}

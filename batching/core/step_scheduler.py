@@ -421,7 +421,10 @@ class StepScheduler:
         if offline._decoding.sequences:
             beside = offline._decoding
             context = step.context_tokens + beside.context_tokens + len(beside.sequences)
-            if self._is_within(longest_ms, now_ms, step, 0, len(beside.sequences), context):
+            room = self.limits.max_batch_tokens - step.prompt_tokens - step.sequences
+            if len(beside.sequences) <= room and self._is_within(
+                longest_ms, now_ms, step, 0, len(beside.sequences), context
+            ):
                 offline._decode(step)
             elif reads and len(beside.sequences) > 1:
                 offline._preempt(self._left)

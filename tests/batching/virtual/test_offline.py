@@ -147,9 +147,10 @@ def test_one_whose_client_waits_no_longer_is_given_up() -> None:
 
 @given(st.integers(0, 2**32))
 def test_what_others_get_does_not_depend_on_offline_sequences(seed: int) -> None:
-    """Without an order, the same steps bring the same tokens of all others, whatever is offline."""
+    """Without an order, the same steps bring the same tokens of all others, whatever is offline, and no step has more
+    than it may."""
     rng = random.Random(seed)
-    limits = StepLimits(rng.randint(1, 4), 32, 4 * rng.randint(12, 40), block_tokens=4)
+    limits = StepLimits(rng.randint(1, 4), rng.randint(6, 32), 4 * rng.randint(12, 40), block_tokens=4)
     alone, both = StepScheduler(limits), StepScheduler(limits)
     for number in range(60):
         if rng.random() < 0.3:
@@ -170,6 +171,7 @@ def test_what_others_get_does_not_depend_on_offline_sequences(seed: int) -> None
         assert mine == others
         for steps, step in ((alone, first), (both, second)):
             if step is not None:
+                assert step.prompt_tokens + step.sequences <= limits.max_batch_tokens
                 steps.done(step)
 
 

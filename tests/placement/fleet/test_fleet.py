@@ -21,6 +21,7 @@ from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, CellRoom,
 from tenuto.placement.planner import PlanTask, plan_on_fewest
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
 
 
 def cluster(gpus: int = 4, kind: str = "v100", **node: Any) -> Cluster:
@@ -210,6 +211,21 @@ def test_scarce_gpus_are_worth_more_than_their_price() -> None:
     prices = joint.prices
     assert worth["t4"] > prices["t4"]
     assert worth["v100"] == pytest.approx(prices["v100"])
+
+
+def test_a_model_of_several_gpus_of_a_node_has_a_place_in_a_fleet_whose_nodes_have_them() -> None:
+    tokens = {"prompt_tokens": 400, "output_tokens": 100}
+    asked = {"name": "llama-65b", "rate_rps": 4.0, "slo": {"ttft_ms": 2000, "tpot_ms": 200}, "generates": tokens}
+    profiles = Profiles([load_shipped("muxserve-a100")])
+    policy = PolicyUsed(name="tenuto")
+    large = [CellState(name, cluster(8, "a100-80gb")) for name in ("east", "west")]
+    done = plan_fleet(FleetTask(workload(asked, mps="off"), large, policy, profiles))
+    assert done.spread.lacking == {}
+    assert sum(promised(plan, "llama-65b") for plan in done.plans.values()) == pytest.approx(4.0, rel=0.02)
+    # Four nodes of two GPUs are no node of eight, also where cells call their nodes alike.
+    small = [CellState(name, cluster(2, "a100-80gb")) for name in ("c1", "c2", "c3", "c4")]
+    with pytest.raises(InvalidInputError, match="no cell can hold it"):
+        plan_fleet(FleetTask(workload(asked, mps="off"), small, policy, profiles))
 
 
 # --- never from scratch -----------------------------------------------------------------------------------------------
