@@ -8,9 +8,11 @@ same message everywhere. `write_whole` writes every file that a user may keep.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -278,6 +280,36 @@ def dump_yaml(data: Any, *, is_part: bool = False) -> str:
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text if is_part else f"{_FIRST_LINE}{text}{_LAST_LINE}"
+
+
+def check_target(path: str | Path, *, is_folder: bool = False) -> None:
+    """Return if a file could be written to a path now; commands that work for long ask before they begin.
+
+    Args:
+        path: as of `write_whole`.
+        is_folder: the path is a folder of files to come, which is made if it is not there.
+
+    Raises:
+        OSError: it could not be written, or the path is empty.
+    """
+    folder = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not str(path):  # which is the present folder for `realpath`
+            raise
+        folder = folder.parent
+        while is_folder and not folder.exists():
+            folder = folder.parent
+    else:
+        if not is_folder:
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            if not stat.S_ISREG(mode):
+                return
+            folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode: int | None = None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tenuto.documents import write_whole
-from tenuto.errors import refused
+from tenuto.documents import check_target, write_whole
+from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
@@ -23,16 +23,19 @@ class ProfileWriter:
             resume: keep the contents of the file, if it exists.
 
         Raises:
-            InvalidInputError: resuming without a path, or the path's directory does not exist.
+            InvalidInputError: resuming without a path, or the path cannot be written.
         """
         if resume and path is None:
             raise refused("--resume", "", "needs the file to continue", "Name it with -o FILE.")
-        if path is not None and not path.parent.is_dir():
-            raise refused("-o", str(path), "its directory does not exist", "Create it, or use another.")
         self._path = path
         self._command = command
         self._machine: Machine | None = None
-        self.profile: Profile | None = Profile.load(path) if resume and path is not None and path.exists() else None
+        self.profile: Profile | None = None
+        try:
+            check_target(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.profile = Profile.load(path) if resume and path is not None and path.exists() else None
         self._resumed = self.profile is not None
 
     @property
@@ -119,4 +122,7 @@ class ProfileWriter:
         try:
             write_whole(path, self.profile.dump())
         except OSError as error:
-            raise refused("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.") from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> InvalidInputError:
+        return refused("-o", str(self.path), f"cannot be written ({error.strerror})", "Give a writable path.")

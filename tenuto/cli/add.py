@@ -13,6 +13,7 @@ import click
 
 from tenuto.cli.common import (
     NumberRange,
+    Target,
     json_option,
     named_values,
     output_option,
@@ -58,7 +59,12 @@ _GENERATES = {"prompt_tokens": 32, "output_tokens": 16, "max_sequences": 2, "max
 )
 @click.option("--pad", multiple=True, metavar="INPUT=X", help="Value to fill an input up with to a longer size.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Model option, as in the workload; repeatable.")
-@click.option("--folder", metavar="FOLDER", help="Of a .gguf file: where to unpack it; this folder is served.")
+@click.option(
+    "--folder",
+    type=Target(is_folder=True),
+    metavar="FOLDER",
+    help="Of a .gguf file: where to unpack it; this folder is served.",
+)
 @output_option("Workload to write or complete; default: only tell.")
 @json_option
 def command(
@@ -94,6 +100,7 @@ def command(
         raise refused("MODEL", model, "is a folder of files", f"Give one: {', '.join(map(str, files))}.")
     source = os.path.abspath(model) if Path(model).exists() else model
     name = name or re.sub(r"[^A-Za-z0-9._-]", "-", row_name(source)).lstrip("._-")
+    present = _present(output)
     entry: dict[str, Any] = {"name": name, "source": source, "rate_rps": rate_rps}
     if _generates(source):
         description, notes, more = [], ["a language model: it generates"], _steps(source)
@@ -117,7 +124,7 @@ def command(
         if given:
             more["options"] = given
     entry |= more
-    workload = _completed(output, entry)
+    workload = _completed(present, output or "workload", entry)
     if not printed_as_json({"told": description + notes, "entry": entry}):
         say("\n".join(notes))
         say(dump_yaml({"models": [entry]}, is_part=True).rstrip())
@@ -216,20 +223,25 @@ def _steps(source: str) -> dict[str, Any]:
     return {"slo": slo, "generates": dict(_GENERATES)}
 
 
-def _completed(path: str | None, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the workload in a file, completed by an entry. Rate and SLO that the file gives a model of this name stay.
+def _present(path: str | None) -> dict[str, Any]:
+    """Return the workload in a file, if there is one; raises `InvalidInputError` if the file is no workload."""
+    if path is None or not Path(path).exists():
+        return {}
+    data: dict[str, Any] = load_document(path)
+    Workload.of_document(data, path)
+    return data
+
+
+def _completed(data: dict[str, Any], origin: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a workload completed by an entry. Rate and SLO that it gives a model of this name stay.
 
     Raises:
-        InvalidInputError: the file is no workload, or the entry does not fit it.
+        InvalidInputError: the entry does not fit it; `origin` is what the error calls the workload.
     """
-    data: dict[str, Any] = {}
-    if path is not None and Path(path).exists():
-        data = load_document(path)
-        Workload.of_document(data, path)
     models = list(data.get("models", ()))
     place = next((at for at, model in enumerate(models) if model["name"] == entry["name"]), len(models))
     known = {key: entry[key] for key in ("source", "options") if key in entry}
     models[place:] = [{**models[place], **known} if place < len(models) else dict(entry), *models[place + 1 :]]
     data = {**data, "models": models}
-    Workload.of_document(data, path or "workload")
+    Workload.of_document(data, origin)
     return data

@@ -11,7 +11,17 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import Number, command_line, json_option, named_values, notice, printed_as_json, say, tell
+from tenuto.cli.common import (
+    Number,
+    command_line,
+    json_option,
+    named_values,
+    notice,
+    output_option,
+    printed_as_json,
+    say,
+    tell,
+)
 from tenuto.cli.deploying import address_option, deployment_at
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import InvalidInputError, Problem, one_of, raise_if_any, refused
@@ -48,14 +58,7 @@ from tenuto.files import read_text
     metavar="MODEL=PATH",
     help="Send this file, or the files of this folder in turn, as they are, for the model's hooks (repeatable).",
 )
-@click.option(
-    "-o",
-    "--output",
-    "folder",
-    default=None,
-    metavar="DIR",
-    help="Folder for report.html, result.json, requests.parquet, timeline.csv.",
-)
+@output_option("Folder for report.html, result.json, requests.parquet, timeline.csv.", is_folder=True)
 @click.option("--key-file", metavar="FILE", help="File with the API key to show; default: TENUTO_API_KEY.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @json_option

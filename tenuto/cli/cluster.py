@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, write_file
+from tenuto.cli.common import json_option, output_option, printed_as_json, write_file
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Whether plans may cut the GPUs in MIG mode into other instances.",
 )
-@click.option("-o", "--output", metavar="FILE", help="Write the cluster file here.")
+@output_option("Write the cluster file here.")
 @json_option
 def command(address: str | None, mig: MigUse, output: str | None) -> int:
     """List GPUs by UUID with type, memory, SMs, driver and modes.

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from tenuto.documents import write_whole
-from tenuto.errors import one_of, refused
+from tenuto.documents import check_target, write_whole
+from tenuto.errors import InvalidInputError, one_of, refused
 from tenuto.files import parse_number
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
@@ -40,9 +40,31 @@ def _remember(context: click.Context, _: click.Parameter, value: bool) -> None:
 json_option = click.option("--json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON.")
 
 
-def output_option(help: str) -> Callable[[Verb], Verb]:
-    """Return the option -o of a verb that writes one file."""
-    return click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help=help)
+class Target(click.Path):
+    """A path that a verb writes at its end. One that cannot be written is refused before the verb begins."""
+
+    def __init__(self, *, is_folder: bool = False) -> None:
+        """Take a file, or with `is_folder` a folder of files."""
+        super().__init__(dir_okay=is_folder, file_okay=not is_folder)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        """Return the path; raises `InvalidInputError` if nothing can be written there."""
+        try:
+            check_target(value, is_folder=self.dir_okay)
+        except OSError as error:
+            raise _unwritable(param.opts[0] if param else "-o", value, error) from error
+        return value
+
+
+def _unwritable(option: str, path: str, error: OSError) -> InvalidInputError:
+    return refused(option, path, f"cannot be written ({error.strerror})", "Give a writable path.")
+
+
+def output_option(help: str, *, is_folder: bool = False, required: bool = False) -> Callable[[Verb], Verb]:
+    """Return the option -o of a verb that writes one file, or a folder of files."""
+    name, metavar = ("folder", "DIR") if is_folder else ("output", "FILE")
+    kind = Target(is_folder=is_folder)
+    return click.option("-o", "--output", name, type=kind, required=required, metavar=metavar, help=help)
 
 
 class _Console(Console):
@@ -93,7 +115,7 @@ def write_file(path: str, text: str, *, option: str = "-o", what: str = "") -> N
     try:
         write_whole(path, text)
     except OSError as error:
-        raise refused(option, path, f"cannot be written ({error.strerror})", "Give a writable path.") from error
+        raise _unwritable(option, path, error) from error
     notice(f"wrote {path}{what and f': {what}'}")
 
 

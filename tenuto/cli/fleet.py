@@ -18,9 +18,11 @@ from tenuto import __version__
 from tenuto.cli.common import (
     Number,
     NumberRange,
+    Target,
     json_option,
     named_values,
     notice,
+    output_option,
     printed_as_json,
     profiles_from,
     profiles_option,
@@ -74,10 +76,8 @@ def command() -> None:
     metavar="NAME=URL[,URL]",
     help="A cell by the URL for clients, and the one for operators.",
 )
-@click.option(
-    "-o", "--output", "path", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Fleet file."
-)
-@click.option("--page", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the fleet: an HTML page.")
+@click.option("-o", "--output", "path", required=True, type=Target(), metavar="FILE", help="Fleet file.")
+@click.option("--page", type=Target(), metavar="FILE", help="Also draw the fleet: an HTML page.")
 @click.option(
     "--watch",
     "every_s",
@@ -155,15 +155,7 @@ def _say_notes(seen: Mapping[str, CellReport]) -> None:
 @command.command("plan", short_help="Write the next step of a fleet.")
 @click.argument("workload_file", metavar="WORKLOAD")
 @click.argument("fleet_file", metavar="FLEET")
-@click.option(
-    "-o",
-    "--output",
-    "folder",
-    required=True,
-    type=click.Path(file_okay=False),
-    metavar="DIR",
-    help="Folder of the step.",
-)
+@output_option("Folder of the step.", is_folder=True, required=True)
 @click.option("--policy", "policy_name", default=DEFAULT_POLICY, metavar="NAME", help="Placement policy of every cell.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @profiles_option("shipped ones for the GPU types")

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from tenuto.cli.common import json_option, printed_as_json, write_file
+from tenuto.cli.common import json_option, output_option, printed_as_json, write_file
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
@@ -14,7 +14,7 @@ from tenuto.errors import EnvironmentFaultError
 
 @click.command("history", short_help="List the plans that ran on a cluster.")
 @click.option("--version", "number", type=int, metavar="N", help="With -o: the version to write; default: the last.")
-@click.option("-o", "--output", metavar="FILE", help="Write the plan of a version.")
+@output_option("Write the plan of a version.")
 @address_option
 @json_option
 def command(number: int | None, output: str | None, address: str | None) -> None:

@@ -13,6 +13,7 @@ import click
 from tenuto.batching.core.build import from_plan
 from tenuto.cli.common import (
     ClusterArguments,
+    Target,
     cluster_arguments,
     json_option,
     notice,
@@ -115,9 +116,7 @@ class _Faults:
     default="auto",
     help="Whether gpu-lets of the written plan run models with torch, or emulate GPUs.",
 )
-@click.option(
-    "--picture", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the GPUs with their gpu-lets."
-)
+@click.option("--picture", type=Target(), metavar="FILE.svg", help="Draw the GPUs with their gpu-lets.")
 @click.option(
     "--strict",
     is_flag=True,

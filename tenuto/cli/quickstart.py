@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import Number, json_option, notice, printed_as_json, say
+from tenuto.cli.common import Number, json_option, notice, output_option, printed_as_json, say
 from tenuto.cli.tables import number, percent, print_table
 from tenuto.outcome import WARM_UP
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(
     name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed."
 )
-@click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for profile, plans and reports.")
+@output_option("Folder for profile, plans and reports.", is_folder=True)
 @click.option("--seconds", type=Number(), default=15.0, help="Length of each of the two load runs.")
 @click.option("--seed", default=1, help="Seed of the arrivals.")
 @json_option

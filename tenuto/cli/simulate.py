@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tenuto.batching.core.scheduler_status import describe_schedulers
-from tenuto.cli.common import Number, command_line, notice, printed_as_json, say, tell
+from tenuto.cli.common import Number, command_line, notice, output_option, printed_as_json, say, tell
 from tenuto.cli.tables import offline_in_words, percent, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import Problem, raise_if_any, refused
@@ -28,7 +28,7 @@ PROGRESS_S = 5.0  # format: time between two lines of progress
 @click.command("simulate", short_help="Run a plan or a workload in virtual time.")
 @virtual_arguments
 @click.option("--rate-scale", type=Number(), default=1.0, help="Multiply every rate by this.")
-@click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
+@output_option("Folder for report.html, result.json, requests.parquet.", is_folder=True)
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option(
     "--offline",

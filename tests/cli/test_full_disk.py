@@ -1,10 +1,13 @@
 """What cannot be written is told as that, whichever verb prints it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from tenuto.cli import main
+from tenuto.cli import load_verb, main, verb_names
+from tenuto.cli.common import Target
 
 WORKLOAD = "models: [{name: resnet50, rate_rps: 30, slo_ms: 200}]"
 
@@ -52,7 +55,42 @@ def test_a_path_that_the_system_refuses_is_no_internal_error(
     with pytest.raises(SystemExit) as stop:
         main(arguments.split())
     assert stop.value.code == 2
-    assert "cannot be used (" in capsys.readouterr().err
+    assert "cannot be " in capsys.readouterr().err
+
+
+def options() -> Iterator[tuple[tuple[str, ...], click.Option]]:
+    """Every option, and the words before it on a command line."""
+    for name in verb_names():
+        verb = load_verb(name)
+        for below, each in verb.commands.items() if isinstance(verb, click.Group) else [("", verb)]:
+            for option in each.params if each is not None else ():
+                if isinstance(option, click.Option):
+                    yield (*f"{name} {below}".split(), option.opts[0]), option
+
+
+TARGETS = {words: option for words, option in options() if isinstance(option.type, Target)}
+
+
+@pytest.mark.parametrize("words", list(TARGETS), ids=" ".join)
+def test_what_cannot_be_written_is_refused_before_any_work(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    of_files = [] if TARGETS[words].type.dir_okay else ["none/file", "."]
+    for path in ("", "w.yaml/x", "loop", "a" * 5000, "/proc/x", *of_files):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, path])  # what else the verb needs is asked for only then
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2
+        assert line.startswith(f"error: {words[-1]}: ")
+        assert "cannot be written (" in line
+
+
+def test_every_option_that_names_what_is_written_is_asked_early() -> None:
+    assert {words[-1] for words in TARGETS} >= {"-o", "--page", "--picture", "--folder"}
+    assert [words for words, _ in options() if words[-1] == "-o" and words not in TARGETS] == []
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
         (("a=resnet50", "b=resnet50", "--batch-size", "0"), "0 is not in the range x>=1"),
         (("a=resnet50", "b=resnet50", "--batch-sizes", "0,2"), "whole numbers separated by commas, at least 1"),
         (("a=resnet50", "b=resnet50", "--shares", "fifty"), "commas, at least 1, at most 100"),
-        (("a=resnet50", "b=resnet50", "-o", "/nowhere/at/all.yaml"), "directory does not exist"),
+        (("a=resnet50", "b=resnet50", "-o", "/nowhere/at/all.yaml"), "cannot be written"),
     ],
 )
 def test_bad_arguments_name_the_cure(arguments: tuple[str, ...], words: str) -> None:

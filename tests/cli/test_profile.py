@@ -165,7 +165,7 @@ def test_every_wrong_argument_is_named_at_once(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resnet50", "-o", "nowhere/p.yaml"), "directory does not exist"),
+        (("resnet50", "-o", "nowhere/p.yaml"), "cannot be written (No such file"),
         (("resnet50", "bert", "--weights", "w.pt"), "fits one model only"),
         (("resnet50", "--option", "image_size"), "key=value"),
         ((), "name at least one model"),

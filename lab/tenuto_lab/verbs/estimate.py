@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import Numbers, json_option, printed_as_json, profiles_from, progress_console, say, write_file
+from tenuto.cli.common import (
+    Numbers,
+    json_option,
+    output_option,
+    printed_as_json,
+    profiles_from,
+    progress_console,
+    say,
+    write_file,
+)
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import refused
@@ -39,9 +48,7 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
 @click.option(
     "--errors/--no-errors", default=True, help="Find the errors on models left out one by one (some seconds)."
 )
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the estimates as a profile."
-)
+@output_option("Write the estimates as a profile.")
 @json_option
 def command(
     model: str,

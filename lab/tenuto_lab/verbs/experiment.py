@@ -17,6 +17,7 @@ from tenuto.cli.common import (
     command_line,
     json_option,
     notice,
+    output_option,
     printed_as_json,
     say,
     tell,
@@ -33,9 +34,7 @@ _COLUMNS = ("policy", "model", "from s", "share %", "batch", "batch ms", "answer
 
 @click.command("experiment", short_help="Run the thesis' experiments again; one page per experiment.")
 @click.argument("names", metavar="LIST|NAME...", nargs=-1, required=True)
-@click.option(
-    "-o", "--output", "folder", metavar="DIR", help="Folder for the results; each experiment gets a folder in it."
-)
+@output_option("Folder for the results; each experiment gets a folder in it.", is_folder=True)
 @click.option("--force", is_flag=True, help="Replace experiments that are already in DIR.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the arrivals.")

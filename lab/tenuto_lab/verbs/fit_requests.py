@@ -10,7 +10,7 @@ import click
 
 from tenuto.cli.common import NumberRange, command_line, json_option, notice, output_option, say
 from tenuto.cli.profile_generation import report_profile
-from tenuto.documents import write_whole
+from tenuto.documents import check_target, write_whole
 from tenuto.errors import refused
 from tenuto.profiles import Measured, ModelProfile, Profile
 from tenuto.profiles.gpu_types import memory_mib_of
@@ -49,6 +49,8 @@ def command(
     if max_sequences is not None and max_batch_tokens < max_sequences:
         rule = f"is above --max-batch-tokens ({max_batch_tokens}), so that a step cannot decode all sequences"
         raise refused("--max-sequences", max_sequences, rule, "Lower it, or raise the other.")
+    path = Path(output or f"profile-{gpu}.yaml")
+    check_target(path)
     requests = read_requests(log)
     notice(f"fitting {len(requests)} requests; this takes up to a minute or two")
     fitted = fit_requests(requests, max_sequences=max_sequences, max_batch_tokens=max_batch_tokens, kv_tokens=kv_tokens)
@@ -61,7 +63,6 @@ def command(
         memory_mib=memory_mib or memory_mib_of(gpu),
         models={name: ModelProfile(generation=fitted.generation, doubts=fitted.warnings)},
     )
-    path = Path(output or f"profile-{gpu}.yaml")
     write_whole(path, profile.dump())
     if report_profile(profile, path):
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tenuto.cli.common import Number, Numbers, command_line, progress_console, write_file
+from tenuto.cli.common import Number, Numbers, Target, command_line, progress_console, write_file
 from tenuto.documents import parse_pairs
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.mps.gpu_shares import shares_of
@@ -106,7 +106,7 @@ def _telemetry() -> Telemetry | None:
 
 
 @command.command("fit", short_help="Fit the coefficients of interference models from a profile's measurements.")
-@click.argument("profile", metavar="PROFILE")
+@click.argument("profile", type=Target(), metavar="PROFILE")
 def _fit(profile: str) -> None:
     """Fit iGniter's and gpulet's coefficients from what PROFILE holds, into it; say what is missing for the others.
 

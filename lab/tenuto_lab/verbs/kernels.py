@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import Number, Numbers, json_option, printed_as_json, progress_console, say, write_file
+from tenuto.cli.common import (
+    Number,
+    Numbers,
+    Target,
+    json_option,
+    output_option,
+    printed_as_json,
+    progress_console,
+    say,
+    write_file,
+)
 from tenuto.documents import parse_pairs
 
 if TYPE_CHECKING:
@@ -35,7 +45,7 @@ def command() -> None:
 @click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,8", metavar="N,N…")
 @_options
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of weights and inputs.")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Operator times.")
+@output_option("Operator times.", required=True)
 def _time(
     models: tuple[str, ...],
     profile: str,
@@ -72,13 +82,7 @@ def _time(
 @click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,2,4,8,16,32", metavar="N,N…")
 @_options
 @click.option("--errors/--no-errors", default=True, help="Find the errors on models left out.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write what USHER's estimator says as a profile, for `tenuto plan --profiles`.",
-)
+@output_option("Write what USHER's estimator says as a profile, for `tenuto plan --profiles`.")
 @json_option
 def _estimate(
     model: str,
@@ -113,7 +117,9 @@ def _estimate(
 
 @command.command("import", short_help="Merge kernels that Nsight or torch.profiler recorded into a profile.")
 @click.argument("model", metavar="MODEL")
-@click.option("--profile", "profile", required=True, metavar="FILE", help="The profile; it has MODEL's point.")
+@click.option(
+    "--profile", "profile", required=True, type=Target(), metavar="FILE", help="The profile; it has MODEL's point."
+)
 @click.option("--batch-size", type=int, required=True, metavar="N", help="Batch size of the point.")
 @click.option("--share", type=Number(), default=100.0, metavar="PCT", help="Share of the point.")
 @click.option("--ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")

@@ -9,7 +9,16 @@ from pathlib import Path
 import click
 
 from tenuto.cli import load_verb
-from tenuto.cli.common import Number, command_line, json_option, printed_as_json, profiles_from, say, tell
+from tenuto.cli.common import (
+    Number,
+    command_line,
+    json_option,
+    output_option,
+    printed_as_json,
+    profiles_from,
+    say,
+    tell,
+)
 from tenuto.cli.tables import number, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import refused
@@ -64,7 +73,7 @@ def _balance(plan: str, names: tuple[str, ...]) -> None:
     metavar="AXIS[=V,V,…]",
     help=f"Attainment against one of {', '.join(AXES)}; repeatable.  [default: all]",
 )
-@click.option("-o", "--output", "folder", metavar="DIR", help="Folder for curves.html and result.json.")
+@output_option("Folder for curves.html and result.json.", is_folder=True)
 @click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
 def _curves(
     arguments: VirtualArguments, rate_scale: float, texts: tuple[str, ...], folder: str | None, force: bool
