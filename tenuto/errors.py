@@ -97,10 +97,13 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
 
 
-def printable(text: str, most: int = 200) -> str:  # format: characters of a line
+def printable(text: str, most: int | None = 200) -> str:  # format: characters of a line
     """Return a text that somebody else wrote as a terminal may show it: at most `most` characters, and nothing that
-    moves the cursor or changes colours."""
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text[:most])
+    moves the cursor but new lines and tabs, where the length is not bounded, or changes colours."""
+    if text.isprintable():
+        return text[:most]
+    whole = "\n\t" if most is None else ""
+    return "".join(sign if sign.isprintable() or sign in whole else "\ufffd" for sign in text[:most])
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from tenuto.deployments.entry.http.exchange import HttpError
 from tenuto.deployments.entry.http.relay import CLIENT_HEADER
@@ -44,6 +45,20 @@ _PAGE = 20  # default: entries of a list, as in OpenAI's interface
 Limit = Annotated[int, Query(ge=1, le=100)]
 
 
+class _StoredFile(FileResponse):
+    """A file, or the part of it that header `range` names. Starlette refuses a wrong one in words of its own."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def checked(message: Message) -> None:
+            if message.get("status", 200) >= 400:
+                text = "header range must name bytes that the file has, such as bytes=0-1023. Leave it out for all."
+                has = b"".join(b"%s: %s\r\n" % each for each in message["headers"] if each[0] == b"content-range")
+                raise HttpError(message["status"], text, headers=has)
+            await send(message)
+
+        await super().__call__(scope, receive, checked)
+
+
 class BatchBody(StrictModel):
     """What a batch is made of."""
 
@@ -57,6 +72,7 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
     """Return the application that answers for a store."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
+    @app.exception_handler(HttpError)
     @app.exception_handler(StoreError)
     @app.exception_handler(MultiPartException)
     @app.exception_handler(RequestValidationError)
@@ -119,7 +135,7 @@ def make_batch_app(store: BatchStore, runner: BatchRunner) -> FastAPI:
     @app.get(_FILES + "/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
         await runner.on_disk(store.document, _key(request), "file", file_id)
-        return FileResponse(store.path(file_id), media_type="application/jsonl")
+        return _StoredFile(store.path(file_id), media_type="application/jsonl")
 
     @app.post(_BATCHES)
     async def begin(request: Request) -> Response:
@@ -170,6 +186,8 @@ def _key(request: Request) -> str:
 
 def _refusal(error: Exception) -> HttpError:
     """Return what a client is told of an error."""
+    if isinstance(error, HttpError):
+        return error
     if isinstance(error, StoreError):
         return HttpError(error.status, error.message, retry_after_s=1.0 if error.status in (429, 503) else None)
     if isinstance(error, HTTPException):

@@ -177,5 +177,5 @@ def _failed(message: str, code: int, error: BaseException | None = None) -> int:
     if error is not None and os.environ.get("TENUTO_DEBUG"):
         raise error
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr)
+        print(printable(message, None), file=sys.stderr)
     return code

@@ -8,16 +8,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.segment import Segment
 
 from tenuto.documents import check_target, write_whole
-from tenuto.errors import InvalidInputError, one_of, refused
+from tenuto.errors import InvalidInputError, one_of, printable, refused
 from tenuto.files import parse_number
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
@@ -68,6 +69,12 @@ def output_option(help: str, *, is_folder: bool = False, required: bool = False)
 
 
 class _Console(Console):
+    """Shows what other machines and files say, and obeys none of it: a text cannot move the cursor."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text, None), style, control)
+
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # `main` handles this; rich itself would exit with 1
 
@@ -190,7 +197,7 @@ class ProgressLine:
 
     def show(self, text: str, *, is_last: bool = False) -> None:
         """Show a line instead of the one before."""
-        now = time.monotonic()
+        now, text = time.monotonic(), printable(text, None)
         if not (self._is_terminal or is_last) and now < self._next_at:
             return
         self._next_at = now + self._every_s

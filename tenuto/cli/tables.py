@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tenuto.cli.common import say, stdout_console
+from tenuto.errors import printable
 from tenuto.outcome import OUTCOMES
 
 
@@ -56,9 +57,11 @@ def print_table(
     table = Table(box=None, header_style="bold", title=title, title_justify="left")
     for place, heading in enumerate(headings):
         side: JustifyMethod = "left" if place == 0 or heading in left else "right"
-        table.add_column(Text(heading), justify=side, overflow="fold", no_wrap=place == 0 or heading in whole)
+        table.add_column(
+            Text(printable(heading, None)), justify=side, overflow="fold", no_wrap=place == 0 or heading in whole
+        )
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell, None)) for cell in row))
     stdout_console().print(table)
 
 

@@ -59,6 +59,22 @@ def tenuto(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
+def test_no_cell_moves_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = Cell()
+    (tmp_path / "w.yaml").write_text("models: [{name: m, rate_rps: 9, slo_ms: 99, latency: {alpha_ms: 2, beta_ms: 6}}]")
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path / "w.yaml"), "--gpus", "v100:1", "--policy", "symphony", "-o", str(tmp_path / "p")])
+    cell.plan, cell.version, cell.down = Plan.load(tmp_path / "p"), "\x1b[2J\x9b2Jno\rversion\u202e", True
+    capsys.readouterr()
+    assert tenuto("observe", "--cell", f"east={cell.url}", "-o", str(tmp_path / "fleet.yaml")) == 0
+    shown = capsys.readouterr()
+    assert "\ufffd[2J\ufffd2Jno\ufffdversion\ufffd" in shown.out
+    assert "\ufffd[2J\ufffd2J" in shown.err
+    assert (shown.out + shown.err).replace("\n", "").isprintable()
+    cell.shutdown()
+    cell.server_close()
+
+
 def step_of(folder: Path) -> dict[str, Any]:
     step: dict[str, Any] = yaml.safe_load((folder / "step.yaml").read_text())
     return step

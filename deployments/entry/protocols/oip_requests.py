@@ -19,6 +19,7 @@ from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import BadRequestError
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, element_ends, pack_elements
+from tenuto.files import parse_number
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 
 PROTOCOL_NAMES = {BYTES: "BYTES", **{numpy_name: name for name, numpy_name in DATATYPES.items()}}
@@ -113,7 +114,8 @@ class TensorSpec(TensorSignature):
         if len(shape) != rank + 1 or not 1 <= shape[axis] <= MAX_SAMPLES:
             expected = f"[{', '.join(map(str, self.whole_shape('n')))}]"
             raise BadRequestError(
-                f"input '{self.name}' has shape {shape}; the model takes {expected} with n from 1 to {MAX_SAMPLES}."
+                f"input '{self.name}' has shape {_shown(shape)}; the model takes {expected} with n from 1 to "
+                f"{MAX_SAMPLES}."
             )
         return shape[axis], (*shape[:axis], *shape[axis + 1 :])
 
@@ -542,14 +544,17 @@ def priority_from(parameters: Mapping[str, Any]) -> tuple[bool, bool]:
 def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
     """Return a number of at most an hour; raises `BadRequestError` otherwise. Zero and less are allowed: expired."""
     try:
-        number = float(value)
+        number = float(parse_number(value) if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(value, bool) or number > most:
-        shown = repr(value)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        raise BadRequestError(f"{where} is {shown}. Give a number of at most {most:.0f}.")
+        raise BadRequestError(f"{where} is {_shown(value)}. Give a number of at most {most:.0f}.")
     return number
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 40 else shown[:37] + "..."  # format: characters in a message
 
 
 def _source(tensor: TensorJson[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
@@ -600,14 +605,14 @@ def _batch_dimension(shape: list[int], spec: TensorSpec) -> int:
     if len(shape) != len(spec.shape) + 1 or tuple(shape[1:]) != spec.shape or not 1 <= shape[0] <= MAX_SAMPLES:
         expected = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
         raise BadRequestError(
-            f"input '{spec.name}' has shape {shape}; the model takes {expected} with n from 1 to {MAX_SAMPLES}."
+            f"input '{spec.name}' has shape {_shown(shape)}; the model takes {expected} with n from 1 to {MAX_SAMPLES}."
         )
     return shape[0]
 
 
 def _check_count(given: int, needed: int, spec: TensorSpec, shape: list[int]) -> None:
     if given != needed:
-        raise BadRequestError(f"input '{spec.name}' has {given} values; shape {shape} needs {needed}.")
+        raise BadRequestError(f"input '{spec.name}' has {given} values; shape {_shown(shape)} needs {needed}.")
 
 
 def _read_values(text: bytes, spec: TensorSpec, dtype: str, shape: list[int]) -> bytes:
@@ -644,7 +649,7 @@ def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
     whole = (1, *shape) if len(shape) == len(spec.shape) else tuple(shape)
     if texts.shape not in ((len(elements),), whole, whole[1:] if whole[0] == 1 else whole):
         raise BadRequestError(
-            f"the data of input '{spec.name}' is not nested as shape {shape} is. Nest it so, or not at all."
+            f"the data of input '{spec.name}' is not nested as shape {_shown(shape)} is. Nest it so, or not at all."
         )
     return pack_elements(elements)
 
@@ -656,7 +661,8 @@ def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
     whole = [1, *shape] if len(shape) == len(spec.shape) else shape
     if nested not in (_skeleton(whole), _skeleton(whole[1:]) if whole[0] == 1 else b""):
         raise BadRequestError(
-            f"the data of input '{spec.name}' is ragged, or not nested as shape {shape} is. Nest it so, or not at all."
+            f"the data of input '{spec.name}' is ragged, or not nested as shape {_shown(shape)} is. Nest it so, or not "
+            "at all."
         )
 
 

@@ -100,16 +100,19 @@ def route_to(handle: Handler, model: PlannedModel | None, head: Head) -> Route:
     """Return the route of a head that carries load, with what its headers say. `model`: None if only the body names it.
 
     Raises:
-        HttpError: 400 for a deadline that is no number.
+        HttpError: 400 for a deadline that is no number, or no time for a token.
     """
     headers = head.headers
+    tpot_ms = _slo_of(headers, TPOT_HEADERS)
+    if tpot_ms is not None and tpot_ms <= 0:
+        raise HttpError(400, f"header {TPOT_HEADERS[0].decode()} is {tpot_ms:g}. Give a number above 0, in ms.")
     encoding = headers.get(b"content-encoding", b"").strip().lower()  # names without case (RFC 9110, 8.4.1)
     return Route(
         handle,
         model,
         _slo_of(headers, SLO_HEADERS),
         _slo_of(headers, TTFT_HEADERS),
-        _slo_of(headers, TPOT_HEADERS),
+        tpot_ms,
         encoding=None if encoding in (b"", b"identity") else encoding,
         client_id=headers.get(b"x-request-id", b"").decode("latin-1"),
         began_s=None if model is None else _began_s(headers),

@@ -464,7 +464,7 @@ async def test_what_is_too_late_is_refused(bench: Bench) -> None:
         ({"X-LLM-D-SLO-TTFT-Ms": "0.001"}, 504, "deadline"),
         ({"x-slo-tpot-ms": "10"}, 429, "with it a token would take 20.0 ms, and 10.0 ms are allowed"),
         ({"x-llm-d-slo-tpot-ms": "10"}, 429, "10.0 ms are allowed"),
-        ({"x-slo-tpot-ms": "0"}, 429, "0.0 ms are allowed"),
+        ({"x-slo-tpot-ms": "0"}, 400, "header x-slo-tpot-ms is 0. Give a number above 0, in ms."),
         ({"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "25.5"}, 200, ""),
         # What says most of a time goes first.
         ({"x-slo-ms": "0.001", "x-slo-ttft-ms": "60000"}, 200, ""),

@@ -100,6 +100,7 @@ def test_triton_timeout_is_in_microseconds() -> None:
         (b"", 0, "has 0 bytes"),
         (_body([_image()]), 10_000, "Inference-Header-Content-Length is 10000"),
         (_body([_image()], parameters={"slo_ms": "soon"}), None, "slo_ms is 'soon'"),
+        (_body([{**_image(), "shape": [1] * 5000}]), None, r"has shape \[1, 1, 1, .{,30}\.\.\.; the model takes"),
         (_body([_image()], parameters=[]), None, r"Expected `object .*parameters"),
         (_body([_image()], outputs="all"), None, r"Expected `array.*outputs"),
         (_body([_image(data=[1e39, 0, 0, 0])]), None, "does not fit FP32"),
@@ -274,7 +275,7 @@ def test_unknown_outputs_are_refused() -> None:
         check_outputs([RequestedOutput("x", False)], IMAGE)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", None, True, "later"])
+@pytest.mark.parametrize("value", ["nan", "inf", None, True, "later", "1_0", "1e-320", "9" * 5000])
 def test_time_allowed_must_be_a_finite_number(value: Any) -> None:
     with pytest.raises(BadRequestError, match="Give a number of at most"):
         parse_slo(value, "header X-SLO-Ms")

@@ -34,6 +34,7 @@ NEVER = {
     "entry/service/running_graph.py: _send_prompt": "the plan has the model no longer",
     "entry/service/stage_text.py: _read": "the plan's model no longer generates",
     "offline/batch_routes.py: _refusal": "the path or the method is none of files and batches",
+    "offline/batch_routes.py: checked": "the file does not have these bytes",
     "dispatch/dispatcher.py: _add": "the scheduler runs no offline work",
     "dispatch/open_requests.py: refuse_larger": "the model is not profiled for so large a request",
     "dispatch/open_requests.py: refuse_removed": "the plan has the model no longer",

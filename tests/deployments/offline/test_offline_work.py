@@ -158,6 +158,19 @@ async def test_openais_client_has_a_batch_answered(offline: Offline, scheduler: 
         await client.files.retrieve(batch.input_file_id)
 
 
+async def test_a_part_of_a_file_is_given_and_a_wrong_range_refused_as_openai_does(offline: Offline) -> None:
+    await offline.start()
+    file = await offline.client().files.create(file=lines(3), purpose="batch")
+    for given, status in (("bytes=1-4", 206), ("bytes=9999999-", 416), ("lines=1-2", 400), ("bytes=", 400)):
+        answer = await offline.bench.client.get(f"/v1/files/{file.id}/content", headers={"range": given})
+        assert answer.status_code == status, answer.text
+        if status == 206:
+            assert answer.content == lines(3)[1:5]
+        else:
+            assert answer.json()["error"]["message"].startswith("header range must name bytes")
+        assert (answer.headers.get("content-range") == f"bytes */{len(lines(3))}") == (status == 416)
+
+
 async def test_what_the_model_refuses_is_in_the_file_of_errors(offline: Offline) -> None:
     await offline.start()
     client = offline.client()
