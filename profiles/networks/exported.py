@@ -128,7 +128,7 @@ def _bounds(allowed: Any) -> SizeRange | None:
     """Return the range of a symbol of `torch.export`; None for one without an end."""
     try:
         return SizeRange(int(allowed.upper), int(allowed.lower))
-    except (OverflowError, TypeError, ValueError):  # infinite
+    except (AttributeError, OverflowError, TypeError, ValueError):  # infinite, by the version of SymPy
         return None
 
 

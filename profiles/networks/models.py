@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenuto.documents import parse_document
-from tenuto.errors import EnvironmentFaultError, refused
+from tenuto.errors import EnvironmentFaultError, TenutoError, first_line, refused
 from tenuto.profiles.networks.catalogue import (
     LABEL_COUNT,
     CatalogueEntry,
@@ -237,6 +237,11 @@ def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]
             f"cannot be called with the options {sorted(arguments)} ({error})",
             "The factory takes the model's `options`, and `weights_path` if given, as keyword arguments.",
         ) from error
+    except TenutoError:
+        raise
+    except Exception as error:
+        rule = f"the factory raised {type(error).__name__} ({first_line(error)})"
+        raise refused("model", source, rule, "Correct it; TENUTO_DEBUG=1 shows where it failed.") from error
     if not isinstance(made, LoadedModel) or not isinstance(made.signature, ModelSignature):
         raise refused(
             "model",

@@ -137,6 +137,8 @@ class LoneModel:
             module = self._folded(module)
         if options.dtype != "fp32":
             module = module.to(self._dtype)
+        elif (own := {each.dtype for each in module.parameters()}) in ({torch.float16}, {torch.bfloat16}):
+            (self._dtype,) = own  # a network that was saved in half precision runs in it
         self.weights_mib = size_mib(module)
         pictures = signature.image if "uint8" in signature.inputs[0].accepts else None
         if options.runtime != "torch":

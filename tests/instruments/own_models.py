@@ -98,6 +98,11 @@ def wrong_signature() -> LoadedModel:
     return LoadedModel(made.module, ModelSignature("tensor", made.signature.inputs, made.signature.outputs[:1]))
 
 
+def broken() -> LoadedModel:
+    """Fails as code of users may."""
+    raise KeyError("no weights here")
+
+
 def not_a_model() -> str:
     """Return something else."""
     return "model"

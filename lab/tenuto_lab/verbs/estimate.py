@@ -121,7 +121,7 @@ def _print(
     took_ms: float,
     report: Any,
 ) -> None:
-    say(f"[bold]{row}[/bold] on {gpu_type}, ESTIMATED from {len(models)} other models, {took_ms:.1f} ms each")
+    say(f"{row} on {gpu_type}, ESTIMATED from {len(models)} other models, {took_ms:.1f} ms each")
     rows = []
     for e in estimates:
         known = measured.get(e.batch_size)

@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import ClusterArguments, Number, cluster_arguments, json_option, notice, printed_as_json, say
+from tenuto.cli.common import (
+    ClusterArguments,
+    NumberRange,
+    cluster_arguments,
+    json_option,
+    notice,
+    printed_as_json,
+    say,
+)
 from tenuto.cli.tables import number, print_table
 from tenuto.deployments.serve.sub_clusters import read_partition
 from tenuto.errors import Problem, one_of, raise_if_any, refused
@@ -28,7 +36,7 @@ from tenuto.profiles import Profiles
 @click.command("partition", short_help="Split models into sub-clusters with a dispatcher each.")
 @click.argument("source", metavar="WORKLOAD")
 @cluster_arguments
-@click.option("--subclusters", type=int, required=True, metavar="K", help="Number of sub-clusters.")
+@click.option("--subclusters", type=click.IntRange(1), required=True, metavar="K", help="Number of sub-clusters.")
 @click.option(
     "--current",
     "current_file",
@@ -36,16 +44,21 @@ from tenuto.profiles import Profiles
     help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.",
 )
 @click.option(
-    "--time-limit-s", type=Number(), default=math.inf, help="Time limit of the solver; with one, two runs may differ."
+    "--time-limit-s",
+    type=NumberRange(0),
+    default=math.inf,
+    help="Time limit of the solver; with one, two runs may differ.",
 )
-@click.option("--max-rate-rps", type=Number(), help="A sub-cluster gets at most this many requests per second.")
-@click.option("--max-models", type=int, help="A sub-cluster gets at most this many models.")
+@click.option("--max-rate-rps", type=NumberRange(0), help="A sub-cluster gets at most this many requests per second.")
+@click.option("--max-models", type=click.IntRange(1), help="A sub-cluster gets at most this many models.")
 @click.option(
-    "--max-moved-mib", type=Number(), help="Change --current by at most this much memory, loaded and unloaded together."
+    "--max-moved-mib",
+    type=NumberRange(0),
+    help="Change --current by at most this much memory, loaded and unloaded together.",
 )
 @click.option(
     "--memory-weight",
-    type=Number(),
+    type=NumberRange(0),
     default=PartitionLimits().memory_weight,
     help="How much even memory counts compared to even rates.",
 )

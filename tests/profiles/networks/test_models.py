@@ -208,6 +208,7 @@ def test_a_users_own_factory(tmp_path: Path) -> None:
     ("source", "options", "message"),
     [
         (f"{OWN}:not_a_model", {}, "returned str"),
+        (f"{OWN}:broken", {}, r"the factory raised KeyError \('no weights here'\)"),
         (f"{OWN}:nothing", {}, "cannot be imported"),
         ("no_such_package:make", {}, "cannot be imported"),
         (f"{OWN}:scale", {"depth": 1}, r"cannot be called with the options \['depth'\]"),

@@ -296,6 +296,31 @@ def test_a_program_of_torch_brings_the_ranges_of_its_sizes(tmp_path: Path) -> No
     assert [float(list(answer.values())[1]) for answer in run(runner, rows)] == [0.0, 4.0, 8.0]
 
 
+def test_a_program_of_torch_may_leave_its_sizes_open(tmp_path: Path) -> None:
+    kinds = {"named": torch.export.Dim("n"), "found": torch.export.Dim.AUTO}
+    for name, n in kinds.items():
+        shapes = ({0: torch.export.Dim("batch"), 1: n},) * 2
+        program = torch.export.export(Masked(), (torch.zeros(3, 5), torch.zeros(3, 5)), dynamic_shapes=shapes)
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+        with pytest.raises(InvalidInputError, match=r"can be of any size|has no largest"):
+            load(str(tmp_path / f"{name}.pt2"))
+        (size,) = load(str(tmp_path / f"{name}.pt2"), sizes={"x_1": 9}).signatures["m"].sizes.values()
+        assert size.most == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_program_of_torch_runs_in_the_precision_in_which_it_was_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    network = torch.nn.Linear(4, 2, dtype=dtype)
+    shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    program = torch.export.export(network, (torch.zeros(3, 4, dtype=dtype),), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "half.pt2")
+    runner = load(str(tmp_path / "half.pt2"))
+    (taken,) = runner.signatures["m"].inputs
+    (answer,) = run(runner, [{taken.name: np.ones(4, taken.dtype)}])
+    expected = network(torch.ones(1, 4, dtype=dtype)).float().detach().numpy()[0]
+    assert [each.tolist() for each in answer.values()] == [pytest.approx(expected, rel=0.01)]
+
+
 def test_what_onnx_runtime_does_not_take_is_refused_with_what_helps(tmp_path: Path) -> None:
     one: dict[str, tuple[int, Shape]] = {"x": (FLOAT, ("b", 2))}
     given: dict[str, tuple[int, Shape]] = {"y": (FLOAT, ("b", 2))}
