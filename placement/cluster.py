@@ -111,6 +111,11 @@ class Placed(StrictModel):
         return self.id if self.instance is None else self.instance.gpu
 
     @property
+    def node_key(self) -> str:
+        """What its node is known by in the Ray cluster: label or address; empty when it is on any node."""
+        return self.label or self.address or ""
+
+    @property
     def is_real(self) -> bool:
         """Whether it is bound to hardware."""
         return self.uuid is not None or (self.instance is not None and self.instance.gpu_uuid is not None)
@@ -385,11 +390,14 @@ class Cluster(StrictModel):
 
     @property
     def one_of_each(self) -> dict[str, Gpu]:
-        """The first GPU of each type, by type in file order."""
-        first_of: dict[str, Gpu] = {}
+        """A GPU of each type, by type in file order: the first of those with the least memory, as plans are to fit on
+        any GPU of their types."""
+        smallest: dict[str, Gpu] = {}
         for gpu in self.gpus:
-            first_of.setdefault(gpu.type, gpu)
-        return first_of
+            known = smallest.get(gpu.type)
+            if known is None or gpu.memory_mib < known.memory_mib:
+                smallest[gpu.type] = gpu
+        return smallest
 
     @property
     def counts(self) -> dict[str, int]:

@@ -250,6 +250,12 @@ class Gpulet(StrictModel):
         return self.contents.held_mib
 
     @property
+    def needs_mib(self) -> float:
+        """The memory in MiB that it may take: its limit, or else what its programs need, of which one of unknown memory
+        counts nothing."""
+        return self.contents.known_mib if self.memory_mib is None else self.memory_mib
+
+    @property
     def effective_share_pct(self) -> float:
         """The share as a number: 100 if it is not restricted."""
         return 100.0 if self.share_pct is None else self.share_pct
@@ -280,8 +286,12 @@ class _Contents:
     @cached_property
     def held_mib(self) -> float | None:
         """See `Gpulet.held_mib`."""
-        known = [(p.memory_mib, p.weights_mib) for p in self.programs if p.memory_mib is not None]
-        return held_mib(known) if len(known) == len(self.programs) else None
+        return None if any(program.memory_mib is None for program in self.programs) else self.known_mib
+
+    @cached_property
+    def known_mib(self) -> float:
+        """See `Gpulet.needs_mib`."""
+        return held_mib((p.memory_mib, p.weights_mib) for p in self.programs if p.memory_mib is not None)
 
     @cached_property
     def served(self) -> tuple[object, ...]:

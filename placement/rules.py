@@ -167,7 +167,7 @@ def room_problems(
         if share > 100.0 + 1e-6 and not overcommits:
             cure = "Lower `share_pct` of its gpu-lets, or write `overcommits: true` if it is on purpose."
             problems.append(Problem(where, share, "shares sum to more than 100 %", cure))
-        need = sum(gpulet.memory_mib or gpulet.held_mib or 0.0 for gpulet in gpulets)
+        need = sum(gpulet.needs_mib for gpulet in gpulets)
         if mib is not None and need > mib + 1e-3 * len(gpulets):
             rule = f"more memory than the GPU has ({mib:.0f} MiB)"
             cure = "Use smaller batches, fewer models per GPU, lower `memory_mib` of its gpu-lets, or a larger GPU."

@@ -90,10 +90,9 @@ def read_repository(folder: str | Path, *, rate_rps: float, slo_ms: float) -> Re
     configs = {each.name: _read_config(each) for each in folders}
     for each in folders:
         _add_model(imported, each, configs[each.name], rate_rps, slo_ms)
-    names = {split_name(entry["name"])[0] for entry in imported.models}
     for name, config in configs.items():
         if _backend(config) == "ensemble":
-            _add_ensemble(imported, name, config, names, rate_rps, slo_ms)
+            _add_ensemble(imported, name, config, rate_rps, slo_ms)
     return imported
 
 
@@ -266,17 +265,16 @@ def _differences(config: Any) -> Iterable[str]:
         yield "`instance_group`: the planner decides how many replicas run, and where"
 
 
-def _add_ensemble(
-    imported: RepositoryImport, name: str, config: Any, names: set[str], rate_rps: float, slo_ms: float
-) -> None:
+def _add_ensemble(imported: RepositoryImport, name: str, config: Any, rate_rps: float, slo_ms: float) -> None:
     """Add an ensemble as an application, or note why it is left out."""
     steps: Sequence[Any] = config.ensemble_scheduling.step
-    missing = sorted({step.model_name for step in steps} - names)
-    if missing or not steps:
-        text = f"its step {missing[0]} is not served" if missing else "it has no steps"
-        imported.notes.append(ImportNote(name, text, is_left_out=True))
-        return
     model_names = {split_name(entry["name"])[0]: entry["name"] for entry in imported.models}  # the highest version
+    reason = next(
+        filter(None, (_why_no_stage(step, model_names) for step in steps)), None if steps else "it has no steps"
+    )
+    if reason is not None:
+        imported.notes.append(ImportNote(name, reason, is_left_out=True))
+        return
     labels = _stage_names(steps)
     made_by = {
         tensor: f"{label}.{output}"
@@ -293,6 +291,18 @@ def _add_ensemble(
     outputs = {each.name: made_by[each.name] for each in config.output if each.name in made_by}
     application = {"name": name, "rate_rps": rate_rps, "slo_ms": slo_ms, "stages": stages}
     imported.applications.append({**application, "outputs": outputs} if outputs else application)
+
+
+def _why_no_stage(step: Any, model_names: Mapping[str, str]) -> str | None:
+    """Return why a step of an ensemble cannot be a stage, which asks the highest version of a model; None if it can."""
+    model, version = step.model_name, step.model_version
+    if model not in model_names:
+        return f"its step {model} is not served"
+    highest = split_name(model_names[model])[1]
+    if 0 < version != int(highest):
+        cure = f"Give version {version} a folder of its own"
+        return f"its step {model} names version {version}, and stages ask the highest, {highest}. {cure}"
+    return None
 
 
 def _stage_names(steps: Sequence[Any]) -> list[str]:

@@ -58,7 +58,7 @@ class Joins:
     By call, `outcome` is FAILED as long as it has not ended, `answered_ms` is NaN unless it got all answers, and
     `stage_ms` is how long each stage took from when it was due, NaN if it is not complete. `first_ms` is when the first
     token of a stream came, and `tokens` how many it has; NaN and 0 for others. By model, `lost_alone` counts the
-    requests that belong to no call and were lost after the warm-up.
+    requests that belong to no call, arrived after the warm-up and were lost.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Joins:
 
         Args:
             load: the requests.
-            counted_from_ms: end of the warm-up; only calls that arrive from then on are counted.
+            counted_from_ms: end of the warm-up; only what arrives from then on is counted.
             make_run: makes the run of a call.
         """
         self._load, self._make_run, self._times = load, make_run, StageTimes()
@@ -145,7 +145,7 @@ class Joins:
         changes: list[tuple[int, float | None]] = []
         for request in requests:
             call = self._owner[request]
-            if call < 0 and now_ms > self._counted_from_ms:
+            if call < 0 and self._load.times_ms[request] >= self._counted_from_ms:
                 self.lost_alone[int(self._load.model_index[request])] += 1
             run = self._runs.get(call)
             if run is not None:

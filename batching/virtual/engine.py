@@ -29,9 +29,12 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.profiles.size_classes import find_classes
 
-# Format: marks of a rehearsal, of an answer that is given up, of an offline request that comes, and of answers that end
-# their way back, on the heap of events; larger than the place of any gpu-let.
-_REHEARSAL, _GIVEN_UP, _OFFLINE, _ANSWERED = 1 << 60, 1 << 61, 1 << 62, 1 << 63
+# Format of an event on the heap: (time in ms, source, stamp). The source is the place of a gpu-let whose batch begins
+# or ends (stamp: version of its batch), -1 - n for a step of replica n that generates, or one of these.
+_REHEARSAL = 1 << 60  # its result is due; stamp: the first gpu-let of the system that it was for
+_GIVEN_UP = 1 << 61  # an answer that is not there in time; stamp: the request
+_OFFLINE = 1 << 62  # an offline request comes
+_ANSWERED = 1 << 63  # answers end their way back
 
 
 class Follows(Protocol):
@@ -83,8 +86,8 @@ class Engine:
         sizes: NDArray[np.int64] | None = None,
         offline: OfflineBacklog | None = None,
     ) -> None:
-        """`counted_from_ms`: `lost_by_model` counts the requests lost after this time, of models with gpu-lets.
-        `tokens`: needed when a model generates. `sizes`: a row for each request, needed when a model has size
+        """`counted_from_ms`: `lost_by_model` counts the lost requests that arrived from then on, of models with
+        gpu-lets. `tokens`: needed when a model generates. `sizes`: a row for each request, needed when a model has size
         classes. `offline`: what waits beside these requests."""
         self.times_ms, self.models, self.deadlines_ms = times_ms, model_index, deadlines_ms
         self.planned = len(times_ms)
@@ -98,9 +101,9 @@ class Engine:
         self._replay: Replay | None = None
         self.gpulets = EmulatedGpulets()
         # By model of the schedule: its place among those that the scheduler's system reports; -1: not served.
-        self.index: Sequence[int] = ()
-        self._index = np.zeros(0, dtype=np.int64)  # by model of the schedule: its first place among the system's models
-        self._places: NDArray[np.int64] | None = None  # by request, where models have size classes
+        self.reported_places: Sequence[int] = ()
+        self._first_places = np.zeros(0, dtype=np.int64)  # likewise: its first place among the system's models
+        self._size_places: NDArray[np.int64] | None = None  # by request, where models have size classes
         self.replicas = GeneratingReplicas(self.times_ms, tokens, self.gpulets.events, self.lose)
         self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
         self.lost: dict[Outcome, list[Sequence[int]]] = {
@@ -132,11 +135,11 @@ class Engine:
         classes_of = scheduler.system.classes_of
         if self._offline is not None and self.scheduler is not None:
             self._offline.take_back(self.scheduler)
-        self.scheduler, self.index = scheduler, index
-        self._index = np.array([-1 if place < 0 else classes_of[place][0] for place in index], dtype=np.int64)
-        self._places = None
+        self.scheduler, self.reported_places = scheduler, index
+        self._first_places = np.array([-1 if place < 0 else classes_of[place][0] for place in index], dtype=np.int64)
+        self._size_places = None
         if any(place >= 0 and len(classes_of[place]) > 1 for place in index):
-            self._places = self._find_classes(scheduler.system)
+            self._size_places = self._find_classes(scheduler.system)
         self._rehearsals, self._replay = rehearsals_of(scheduler), None
         self.lost_by_model = self.lost_by_model or [0] * len(index)
         self.gpulets.add(scheduler.system, data_ms_by_model)
@@ -145,7 +148,7 @@ class Engine:
         if self._follows is not None:
             self._follows.follow(scheduler.system)
         if self._offline is not None:
-            self._offline.follow(self._index.tolist(), scheduler.system)
+            self._offline.follow(self._first_places.tolist(), scheduler.system)
             self._refill(self._offline, scheduler, self.now_ms)
 
     def _refill(self, offline: OfflineBacklog, scheduler: Scheduler, now: float) -> None:
@@ -158,8 +161,8 @@ class Engine:
 
     def _find_classes(self, system: System) -> NDArray[np.int64]:
         """Return the model or size class of every request in the scheduler's system; -1: none serves it."""
-        places = self._index[self.models]
-        for model, place in enumerate(self.index):
+        places = self._first_places[self.models]
+        for model, place in enumerate(self.reported_places):
             classes = system.classes_of[place] if place >= 0 else ()
             if len(classes) > 1:
                 if self._sizes is None:
@@ -173,7 +176,9 @@ class Engine:
 
     def place_of(self, request: int) -> int:
         """Return the place of a request's model or size class among the models of the scheduler's system; -1: none."""
-        return int(self._index[self.models[request]] if self._places is None else self._places[request])
+        return int(
+            self._first_places[self.models[request]] if self._size_places is None else self._size_places[request]
+        )
 
     def serve(self, last: int) -> None:
         """Let the arrivals before number `last` come, and do all events until then."""
@@ -185,7 +190,11 @@ class Engine:
             return
         events, now, settle, add = self.gpulets.events, self.now_ms, self.settle, scheduler.add_request
         rehearsals, generated, follows = self._rehearsals, self.replicas.by_model, self._follows
-        places = self._index[self.models[self.next : last]] if self._places is None else self._places[self.next : last]
+        places = (
+            self._first_places[self.models[self.next : last]]
+            if self._size_places is None
+            else self._size_places[self.next : last]
+        )
         for request, at, model, deadline in zip(
             rows,
             self.times_ms[self.next : last].tolist(),
@@ -197,73 +206,41 @@ class Engine:
                 settle(at, now)
             now = at
             if follows is not None:
-                due_by = follows.arrived(request, at)
-                if due_by is None:
-                    self.lose(at, Outcome.EXPIRED, (request,))
-                    continue
-                deadline = self.deadlines_ms[request] = due_by
-            if model < 0:
+                deadline = follows.arrived(request, at)
+                if deadline is not None:
+                    self.deadlines_ms[request] = deadline
+            if deadline is None:
+                self.lose(at, Outcome.EXPIRED, (request,))
+            elif model < 0:
                 self.lose(at, Outcome.REJECTED, (request,))
-                continue
-            if model in generated:
+            elif model in generated:
                 self._write(at, model, request)
-                continue
-            if rehearsals is not None and (replay := rehearsals.arrived(at, model, deadline)) is not None:
-                self._rehearse(rehearsals, replay, at)
-            add(at, model, request, deadline)
+            else:
+                if rehearsals is not None:
+                    self._rehearse(rehearsals, at, model, deadline)
+                add(at, model, request, deadline)
             if scheduler.decisions:
                 self.carry_out(at)
         self.next, self.now_ms = last, now
 
     def settle(self, until: float, now: float) -> None:
         """Do all completions up to and including `until`, and all timers before it. `now` is the present time."""
-        scheduler, gpulets, batch_ended = self.scheduler, self.gpulets, self.batch_ended
+        scheduler, events = self.scheduler, self.gpulets.events
         if scheduler is None:
             return
-        events, running, version, first = gpulets.events, gpulets.running, gpulets.version, gpulets.first
         while True:
             wake_at = scheduler.next_wake_ms
             if events and events[0][0] <= until and events[0][0] <= wake_at:
-                at, gpulet, stamp = heappop(events)
-                if gpulet == _REHEARSAL:
-                    if stamp != first or self._replay is None or self._rehearsals is None:
-                        continue
-                    now, replay, self._replay = at, self._replay, None
-                    self._rehearsals.learn(replay.run(), now)
-                elif gpulet == _GIVEN_UP:
-                    now = at
-                    if self.replicas.cancel(now, stamp):
-                        self.lose(now, Outcome.EXPIRED, (stamp,))
-                elif gpulet == _OFFLINE:
-                    now = at
-                    if self._offline is not None and self._offline.next_ms <= now:
-                        self._refill(self._offline, scheduler, now)
-                elif gpulet == _ANSWERED:
-                    now = at
-                    self._deliver(*self._answers.popleft(), now)
-                elif gpulet < 0:
-                    if self.replicas.steps[-1 - gpulet].due_ms == at:
-                        now = at
-                        self._answer(
-                            self.replicas.advance(now, -1 - gpulet), now, self.replicas.steps[-1 - gpulet].first_ms
-                        )
-                        self._answer_offline(self.replicas.steps[-1 - gpulet].take_offline_ended(), now)
+                at, source, stamp = heappop(events)
+                if source >= _REHEARSAL:
+                    has_happened = self._end_wait(scheduler, at, source, stamp)
+                elif source < 0:
+                    has_happened = self._end_step(at, -1 - source)
                 else:
-                    batch = running[gpulet]
-                    if version[gpulet] != stamp or batch is None:
-                        continue
-                    now = at
-                    if not batch.has_begun:
-                        gpulets.begin(now, gpulet)
-                        continue
-                    gpulets.finish(now, gpulet)
-                    if gpulet >= first:
-                        scheduler.batch_done(now, gpulet - first)
-                    if batch_ended is not None:
-                        batch_ended(now, gpulet, batch)
-                    self._answer(batch.ids, now, {})
-                    if batch.offline:
-                        self._answer_offline(batch.offline, now)
+                    has_happened = self._end_batch(scheduler, at, source, stamp)
+                if not has_happened:
+                    continue
+                now = at
             elif wake_at < until:
                 now = max(now, wake_at)
                 scheduler.wake(now)
@@ -272,6 +249,51 @@ class Engine:
                 return
             if scheduler.decisions:
                 self.carry_out(now)
+
+    def _end_batch(self, scheduler: Scheduler, now: float, place: int, version: int) -> bool:
+        """Begin or end the batch of a gpu-let; return False when the event is no longer about it."""
+        gpulets = self.gpulets
+        batch = gpulets.running[place]
+        if gpulets.version[place] != version or batch is None:
+            return False
+        if not batch.has_begun:
+            gpulets.begin(now, place)
+            return True
+        gpulets.finish(now, place)
+        if place >= gpulets.first:
+            scheduler.batch_done(now, place - gpulets.first)
+        if self.batch_ended is not None:
+            self.batch_ended(now, place, batch)
+        self._answer(batch.ids, now, {})
+        if batch.offline:
+            self._answer_offline(batch.offline, now)
+        return True
+
+    def _end_step(self, now: float, place: int) -> bool:
+        """End the step of a replica that generates; return False when none is due now."""
+        steps = self.replicas.steps[place]
+        if steps.due_ms != now:
+            return False
+        self._answer(self.replicas.advance(now, place), now, steps.first_ms)
+        self._answer_offline(steps.take_offline_ended(), now)
+        return True
+
+    def _end_wait(self, scheduler: Scheduler, now: float, source: int, stamp: int) -> bool:
+        """Do what is due by itself; return False for a rehearsal of a system before."""
+        if source == _GIVEN_UP:
+            if self.replicas.cancel(now, stamp):
+                self.lose(now, Outcome.EXPIRED, (stamp,))
+        elif source == _OFFLINE:
+            if self._offline is not None and self._offline.next_ms <= now:
+                self._refill(self._offline, scheduler, now)
+        elif source == _ANSWERED:
+            self._deliver(*self._answers.popleft(), now)
+        elif stamp != self.gpulets.first or self._replay is None or self._rehearsals is None:
+            return False
+        else:
+            replay, self._replay = self._replay, None
+            self._rehearsals.learn(replay.run(), now)
+        return True
 
     def add(self, request: int, now: float, unserved: Outcome) -> None:
         """Give the scheduler a request out of turn; when its model has no gpu-let, it ends as `unserved`."""
@@ -282,9 +304,8 @@ class Engine:
             self._write(now, model, request)
         else:
             deadline = float(self.deadlines_ms[request])
-            rehearsals = self._rehearsals
-            if rehearsals is not None and (replay := rehearsals.arrived(now, model, deadline)) is not None:
-                self._rehearse(rehearsals, replay, now)
+            if self._rehearsals is not None:
+                self._rehearse(self._rehearsals, now, model, deadline)
             self.scheduler.add_request(now, model, request, deadline)
 
     def _write(self, now: float, model: int, request: int) -> None:
@@ -305,10 +326,12 @@ class Engine:
         for request in online_of(stopped):
             self.add(request, now, Outcome.FAILED)
 
-    def _rehearse(self, rehearsals: Rehearsals, replay: Replay, now: float) -> None:
-        """Keep the observer's replay until its result is due."""
-        self._replay = replay
-        heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
+    def _rehearse(self, rehearsals: Rehearsals, now: float, model: int, deadline: float) -> None:
+        """Tell the observer of an arrival. When that begins a replay, keep it until its result is due."""
+        replay = rehearsals.arrived(now, model, deadline)
+        if replay is not None:
+            self._replay = replay
+            heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
 
     def lose_gpulets(self, now: float, places: Iterable[int]) -> None:
         """Remove gpu-lets. Requests that they held are tried once more, as the live dispatcher does."""
@@ -392,7 +415,9 @@ class Engine:
         """End requests without an answer."""
         self.lost[outcome].append(requests)
         if now > self._counted_from_ms:
-            for model in self.models[list(requests)].tolist():
-                self.lost_by_model[model] += self.index[model] >= 0
+            for request in requests:
+                if self.times_ms[request] >= self._counted_from_ms:
+                    model = self.models[request]
+                    self.lost_by_model[model] += self.reported_places[model] >= 0
         if self._follows is not None:
             self._follow(self._follows.given_up(requests, outcome, now), now)

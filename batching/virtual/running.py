@@ -2,7 +2,7 @@
 
 It serves one schedule of arrivals with the scheduler of the present plan, as the live dispatcher does. With a new plan
 comes a new scheduler; requests that wait move to it, and batches that run end on their gpu-lets. The system decides
-nothing: its caller changes the plan by `apply`, and learns by `look` what happened since.
+nothing: its caller changes the plan by `apply`, and learns by `observe` what happened since.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RunningSystem:
             times_ms.copy(), model_index, deadlines_ms.copy(), follows, tokens=tokens, sizes=sizes, offline=offline
         )
         self._offline = offline
-        self._spent_ms = [0.0, 0.0]  # in batches: for offline requests, and in all
+        self._batches_ms = self._offline_batches_ms = 0.0  # time spent in batches, and for offline requests in them
         self._engine.replicas.is_ready = self._is_ready
         self._tokens = tokens
         self._engine.batch_ended = self._batch_ended
@@ -349,16 +349,17 @@ class RunningSystem:
                 requests = np.fromiter(chain.from_iterable(lost), dtype=np.int64)
                 ended[:, outcome] += np.bincount(engine.models[requests], minlength=models)
                 lost.clear()
+        processes = self._processes.items()
         look = Look(
-            arrived,
-            ended,
-            self._read_log(ended),
-            frozenset(name for name, process in self._processes.items() if process.is_ready),
-            frozenset(n for n, process in self._processes.items() if not process.is_ready and process.broken is None),
-            {name: process.broken for name, process in self._processes.items() if process.broken is not None},
-            self._share_s,
-            self._gpu_s,
-            np.column_stack([generated[:, :2].sum(axis=1), generated[:, 2:]]),
+            arrived=arrived,
+            gpulets=self._read_log(ended),
+            ended=ended,
+            ready=frozenset(name for name, process in processes if process.is_ready),
+            waiting=frozenset(name for name, process in processes if not process.is_ready and process.broken is None),
+            broken={name: process.broken for name, process in processes if process.broken is not None},
+            share_s=self._share_s,
+            gpu_s=self._gpu_s,
+            generated=np.column_stack([generated[:, :2].sum(axis=1), generated[:, 2:]]),
         )
         self._share_s = self._gpu_s = 0.0
         return look
@@ -371,8 +372,9 @@ class RunningSystem:
         self._offline.end()
         tokens, steps_ms, offline_ms = self._engine.replicas.offline_work()
         whole_ms = max(1.0, 1000.0 * gpu_s)
-        part, both = (self._spent_ms[0] + offline_ms) / whole_ms, (self._spent_ms[1] + steps_ms) / whole_ms
-        return self._offline.figures(self._names, tokens, part, both - part)
+        offline_part = (self._offline_batches_ms + offline_ms) / whole_ms
+        online_part = (self._batches_ms + steps_ms) / whole_ms - offline_part
+        return self._offline.figures(self._names, tokens, offline_part, online_part)
 
     def _read_written(self) -> NDArray[np.int64]:
         """Return by model the requests generated to their end since the last look, in time and late, and the tokens of
@@ -401,16 +403,16 @@ class RunningSystem:
         return ratios
 
     def _read_log(self, ended: NDArray[np.int64]) -> dict[str, GpuletUse]:
-        """Count the requests of ended batches, and empty the log of batches; returns what the gpu-lets did."""
+        """Add the requests of ended batches to `ended`, and empty the log of batches; return what the gpu-lets did."""
         engine, log, measured = self._engine, self._engine.gpulets.log, self._measured_ratios()
         busy_ms: dict[str, list[float]] = {}
         for place, start_ms, finish_ms in zip(log.gpulet, log.start_ms, log.finish_ms, strict=True):
             busy_ms.setdefault(self._ids[place], []).append(finish_ms - start_ms)
-            self._spent_ms[1] += finish_ms - start_ms
+            self._batches_ms += finish_ms - start_ms
         for row, count in enumerate(log.offline if self._offline is not None else ()):
             if count and not log.preempted[row]:
                 part = count / (count + len(log.requests[row]))
-                self._spent_ms[0] += part * (log.finish_ms[row] - log.start_ms[row])
+                self._offline_batches_ms += part * (log.finish_ms[row] - log.start_ms[row])
         ended_rows = [row for row, preempted in enumerate(log.preempted) if not preempted]
         if ended_rows:
             sizes = [len(log.requests[row]) for row in ended_rows]

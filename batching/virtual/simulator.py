@@ -77,8 +77,7 @@ def simulate(
         model_index,
         (times_ms + slo_ms[model_index] if planned else np.zeros(0)) if deadlines_ms is None else deadlines_ms,
         follows,
-        # A request that is lost later than this arrived after the warm-up.
-        counted_from_ms=1000.0 * warmup_s + float(slo_ms.max(initial=0.0)),
+        counted_from_ms=1000.0 * warmup_s,
         tokens=tokens,
         sizes=sizes,
         offline=offline,

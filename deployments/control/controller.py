@@ -114,6 +114,7 @@ class Controller:
         if request is None or request.number != number:
             return
         questions.out = None
+        is_repeated, questions.is_repeated = questions.is_repeated, False
         if request.gpus != self._change_state.gpus:  # the next look asks again for the same reasons
             questions.forget_answer()
             return
@@ -149,7 +150,6 @@ class Controller:
         if waits and self._short(plan).keys() - self._short(self.plan).keys():
             self._mention(journal.weighed(Kind.KEPT, *weighed, "what leaves serves until there is room, or no time"))
             return
-        is_repeated, questions.is_repeated = questions.is_repeated, False
         if not is_repeated and self._is_outgrown(plan):
             self._reasons, questions.is_repeated = reasons, True
             questions.forget_answer()
@@ -261,7 +261,7 @@ class Controller:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def drain(self) -> list[Decision]:
+    def take_decisions(self) -> list[Decision]:
         """Return the decisions since the last call, oldest first."""
         decisions = list(self._decisions)
         self._decisions.clear()
@@ -288,7 +288,7 @@ class Controller:
         return self._estimates.rates
 
     def memory(self) -> Memory:
-        """Return what outlives the controller; write it whenever `drain` returned something."""
+        """Return what outlives the controller; write it whenever `take_decisions` returned something."""
         estimates, change_state = self._estimates, self._change_state
         return Memory(
             self.plan,

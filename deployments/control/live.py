@@ -38,7 +38,6 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, rai
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu, Placed
 from tenuto.placement.planner import PlanRequest, Proposal
-from tenuto.placement.planner.change_stages import needed_mib
 from tenuto.placement.planner.gpu_matching import gpus_of, renamed
 
 logger = logging.getLogger("ray.serve")
@@ -235,7 +234,7 @@ class LiveSystem:
         held_mib: defaultdict[str, float] = defaultdict(float)
         for name in states.keys() | self._gpulets.keys():
             if name in self._known:
-                held_mib[self._known[name].gpu] += needed_mib(self._known[name])
+                held_mib[self._known[name].gpu] += self._known[name].needs_mib
         leaving = {self._known[name].gpu for name in states.keys() - self._gpulets.keys() if name in self._known}
         crowded = {gpu for gpu in leaving if held_mib[gpu] > sizes_mib.get(gpu, math.inf) + _MIB}
         return frozenset(name for name in self._gpulets.keys() - states.keys() if self._known[name].gpu in crowded)
@@ -336,14 +335,14 @@ class LiveSystem:
     def _leaving_gpus(self) -> dict[str, float]:
         """Return the present GPUs whose nodes end soon, with the time."""
         ends_s = self._serve.leaving_nodes()
-        names = {gpu.id: gpu.label or gpu.address or "" for gpu in self._there} if ends_s else {}
+        names = {gpu.id: gpu.node_key for gpu in self._there} if ends_s else {}
         return {gpu: ends_s[name] for gpu, name in names.items() if name in ends_s}
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs on living nodes. Of MIG instances that exclude each other, return the plan's; none that was
         cut away."""
         alive = self._serve.node_names() | {""}
-        present = [gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive]
+        present = [gpu for gpu in self._gpus if gpu.node_key in alive]
         if self._joining is not None:
             joined = [gpu for gpu in self._joining.find_gpus(present) if gpu.label in alive]
             self._gpus = tuple({(gpu.id, gpu.type): gpu for gpu in (*self._gpus, *joined)}.values())
@@ -628,7 +627,7 @@ class Live:
 
     def carry_out(self, now_s: float) -> None:
         """Carry out the controller's decisions and store its memory."""
-        decisions = self.controller.drain()
+        decisions = self.controller.take_decisions()
         for decision in decisions:
             self._do(decision, now_s)
         if self.controller.change is None:

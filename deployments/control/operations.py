@@ -119,7 +119,7 @@ class Operations:
     def lost_gpus(self, gpus: Sequence[Placed]) -> tuple[str, ...]:
         """Return the ids of the GPUs whose nodes are not alive."""
         alive = self._applications.node_names() | {""}
-        return tuple(dict.fromkeys(gpu.id for gpu in gpus if (gpu.label or gpu.address or "") not in alive))
+        return tuple(dict.fromkeys(gpu.id for gpu in gpus if gpu.node_key not in alive))
 
     def emptied(self, before: Plan, places: Collection[str]) -> list[str]:
         """Wait until no gpu-let, of the previous plan or any other, is left on these nodes, racks or GPUs. Return what
@@ -136,8 +136,8 @@ class Operations:
             return [name for name in self.states() if name in planned or name.rpartition("-")[0] in on]
 
         _await_none(left, "end", _EMPTIED_S, self._sleep)
-        used = {gpu.label or gpu.address or "" for gpu in every if not is_at(gpu, places)}
-        whole = {gpu.label or gpu.address or "" for gpu in every if is_at(gpu, places)} - used
+        used = {gpu.node_key for gpu in every if not is_at(gpu, places)}
+        whole = {gpu.node_key for gpu in every if is_at(gpu, places)} - used
         return self._applications.others_at(whole)
 
     def described(self) -> str:

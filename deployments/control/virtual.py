@@ -270,7 +270,7 @@ class ControlledCluster:
     # --- what it decides ------------------------------------------------------------------------------------------
 
     def _carry_out(self, now_s: float) -> None:
-        for decision in self._controller.drain():
+        for decision in self._controller.take_decisions():
             if isinstance(decision, LogLine):
                 self._result.entries.append(decision)
             elif isinstance(decision, Apply):

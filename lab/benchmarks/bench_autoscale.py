@@ -37,8 +37,8 @@ class Watched(DeferredScheduler):
         self.now_ms = now_ms
         super().add_request(now_ms, model, request_id, deadline_ms)
 
-    def drain(self) -> list[Decision]:
-        decisions = super().drain()
+    def take_decisions(self) -> list[Decision]:
+        decisions = super().take_decisions()
         for decision in decisions:
             if isinstance(decision, Dispatch):
                 self.good += len(decision.request_ids)

@@ -13,7 +13,6 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
 from tenuto.placement.plan import Plan
-from tenuto.placement.planner.change_stages import needed_mib
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Profiles
@@ -41,7 +40,7 @@ def enlarge_batches(plan: Plan, workload: Workload, profiles: Profiles, gpus: Se
         if gpulet.also_on:
             gpulets.append(gpulet)  # it generates, and forms no batches
             continue
-        others = sum(needed_mib(other) for other in by_gpu[gpulet.gpu] if other.id != gpulet.id)
+        others = sum(other.needs_mib for other in by_gpu[gpulet.gpu] if other.id != gpulet.id)
         room_mib = min(gpulet.memory_mib or float("inf"), memory.get(kind, float("inf")) - others)
         larger = _raised(gpulet, specs, profiles, kind, room_mib)
         by_gpu[gpulet.gpu] = [larger if other.id == gpulet.id else other for other in by_gpu[gpulet.gpu]]

@@ -16,7 +16,7 @@ from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.planner.task import Durations
-from tenuto.placement.program import Gpulet, held_mib
+from tenuto.placement.program import Gpulet
 from tenuto.placement.versions import taking_the_rest
 
 # Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
@@ -113,19 +113,11 @@ def not_ready(before: Plan, stage: Plan) -> frozenset[str]:
     return frozenset(g.id for g in stage.gpulets if g.id not in running or _loads(running[g.id], g))
 
 
-def needed_mib(gpulet: Gpulet) -> float:
-    """Return the memory in MiB that a gpu-let needs: its limit, or else all weights and the largest working memory of
-    its programs, which take turns. A program of unknown memory counts nothing."""
-    if gpulet.memory_mib is not None:
-        return gpulet.memory_mib
-    return held_mib((program.memory_mib or 0.0, program.weights_mib) for program in gpulet.programs)
-
-
 def fits(gpulets: Iterable[Gpulet], gpu: Gpu, *, overcommits: bool = False) -> bool:
     """Whether these gpu-lets fit on one GPU, by share and memory."""
     together = list(gpulets)
     share_fits = overcommits or sum(g.effective_share_pct for g in together) <= 100.0 + 1e-6
-    return share_fits and sum(map(needed_mib, together)) <= gpu.memory_mib + 1e-6
+    return share_fits and sum(gpulet.needs_mib for gpulet in together) <= gpu.memory_mib + 1e-6
 
 
 def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:

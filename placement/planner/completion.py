@@ -284,7 +284,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
     listed as unserved.
     """
     plan.check_references()
-    of_type = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
+    of_type = {kind: gpu.memory_mib for kind, gpu in cluster.one_of_each.items()}
     memory = {gpu.id: of_type.get(gpu.type) for gpu in plan.gpus}
     problems = room_problems(plan.by_gpu(), memory, overcommits=plan.overcommits, unrestricted_pct=100.0)
     known = {spec.name for spec in plan.models}

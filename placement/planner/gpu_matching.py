@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from tenuto.errors import refused
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.placement_constraints import may_lie, prefers
 from tenuto.placement.plan import GpuletProcess, Plan, PlannedGpu
-from tenuto.placement.planner.change_stages import fits, needed_mib
+from tenuto.placement.planner.change_stages import fits
 from tenuto.placement.planner.fault_tolerance import SLIGHT, with_losses
 from tenuto.placement.policies.shared.hosting import free_gpulet_id
 from tenuto.placement.program import Gpulet
@@ -174,15 +175,12 @@ def _values_beside(
 ) -> NDArray[np.float64]:
     """Return `_value` of every planned GPU on every real one, when no running process could go on."""
     pct, mib = (
-        [np.array([sum(map(size, gpulets)) for gpulets in each]) for each in (new, old)] for size in (_pct, needed_mib)
+        [np.array([sum(map(size, gpulets)) for gpulets in each]) for each in (new, old)]
+        for size in (attrgetter("effective_share_pct"), attrgetter("needs_mib"))
     )
     is_room = (pct[0][:, None] + pct[1] <= 100.0 + 1e-6) & (mib[0][:, None] + mib[1] <= np.array(memory_mib) + 1e-6)
     starts = np.array([sum(len(gpulet.models) for gpulet in gpulets) for gpulets in new], dtype=float)
     return np.where(is_room, 0.0, -BREAKS * starts[:, None])
-
-
-def _pct(gpulet: Gpulet) -> float:
-    return gpulet.effective_share_pct
 
 
 def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu, pairs: _Pairs) -> float:

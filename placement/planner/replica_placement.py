@@ -498,7 +498,7 @@ class _ReplicaAdder:
         has = {g.effective_share_pct for g in self._plan.hosts_of(name)}
         known = self._scene.cluster.one_of_each[gpu.type]
         beside = [gpulet for gpulet in others if gpulet.models[0].steps is None]
-        fixed_mib = sum(other.memory_mib or other.held_mib or 0.0 for other in beside)
+        fixed_mib = sum(other.needs_mib for other in beside)
         writing = [gpulet for gpulet in others if gpulet.models[0].steps is not None]
         unit = [self._option(g.models[0].name, g.effective_share_pct, known) for g in writing]
         for option in self._options_of(name, known):

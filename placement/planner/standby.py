@@ -20,7 +20,7 @@ from tenuto.placement.placement_constraints import is_at
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.plan_edits import on_gpus
 from tenuto.placement.planner.batch_growth import with_latency
-from tenuto.placement.planner.change_stages import fits, needed_mib
+from tenuto.placement.planner.change_stages import fits
 from tenuto.placement.planner.gpu_matching import fresh_id
 from tenuto.placement.program import Gpulet
 from tenuto.placement.workload import profile_of
@@ -61,12 +61,12 @@ def standbys(
         if gpu is None:
             continue
         free_pct = 100.0 - sum(gpulet.effective_share_pct for gpulet in gpulets)
-        free_mib = gpu.memory_mib - sum(map(needed_mib, gpulets))
+        free_mib = gpu.memory_mib - sum(gpulet.needs_mib for gpulet in gpulets)
         for gpulet in gpulets:
             larger = _larger(gpulet, min(more_pct, free_pct), plan, profiles, gpu.type)
-            if larger is None or needed_mib(larger) > free_mib + 1e-6:
+            if larger is None or larger.needs_mib > free_mib + 1e-6:
                 continue
-            free_mib -= needed_mib(larger)
+            free_mib -= larger.needs_mib
             waiting.append(Standby(gpulet.id, larger.model_copy(update={"id": fresh_id(gpu_id, taken)})))
     return tuple(waiting)
 
@@ -83,10 +83,10 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
         room = [
             name
             for name, mib in free_mib.items()
-            if types[name] == types[gpulet.gpu] and needed_mib(gpulet) <= mib + 1e-6
+            if types[name] == types[gpulet.gpu] and gpulet.needs_mib <= mib + 1e-6
         ]
         if room:
-            free_mib[room[0]] -= needed_mib(gpulet)
+            free_mib[room[0]] -= gpulet.needs_mib
             twin = gpulet.model_copy(update={"id": fresh_id(room[0], taken), "gpu": room[0]})
             copies.append(Standby(gpulet.id, twin, is_twin=True))
     return tuple(copies)
@@ -97,11 +97,11 @@ def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -
     their GPU is present and not drained."""
     planned = {gpulet.id for gpulet in plan.gpulets}
     usable = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
-    free_mib = {gpu.id: gpu.memory_mib - sum(map(needed_mib, plan.on_gpu(gpu.id))) for gpu in usable}
+    free_mib = {gpu.id: gpu.memory_mib - sum(g.needs_mib for g in plan.on_gpu(gpu.id)) for gpu in usable}
     fitting = []
     for standby in waiting:
         gpulet = standby.gpulet
-        left_mib = free_mib.get(gpulet.gpu, -1.0) - needed_mib(gpulet)
+        left_mib = free_mib.get(gpulet.gpu, -1.0) - gpulet.needs_mib
         if standby.of in planned and gpulet.id not in planned and left_mib >= -1e-6:
             free_mib[gpulet.gpu] = left_mib
             fitting.append(standby)

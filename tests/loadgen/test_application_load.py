@@ -116,6 +116,33 @@ def test_a_call_is_lost_once_and_withdraws_the_requests_that_have_no_answer() ->
     assert joins.outcome[[0, 1, 2]].tolist() == [Outcome.EXPIRED, Outcome.FAILED, Outcome.REJECTED]
 
 
+def test_losses_count_of_what_arrived_after_the_warm_up() -> None:
+    """A request that arrives in the warm-up may be lost after it. Trials compare losses with what arrived after it."""
+    alone = {"name": "m", "rate_rps": 900.0, "slo_ms": 120.0, "latency": FAST}
+    work = workload(traffic(rate_rps=2.0), models=[alone])
+    system, load = everywhere(work, Cluster.parse("v100:1"), Profiles(())), load_of(work, 2.0)
+    joins, seen = Joins(load, counted_from_ms=500.0), list[int]()
+
+    def note(lost: list[int]) -> bool:
+        seen[:] = lost
+        return False
+
+    result = simulate(
+        make_scheduler("eager", system),
+        load.times_ms,
+        load.model_index,
+        warmup_s=0.5,
+        deadlines_ms=load.deadlines_ms,
+        follows=joins,
+        stop=note,
+    )
+    at = [model.name for model in system.reported].index("m")
+    arrived = (load.model_index == at) & (load.times_ms >= 500.0)
+    lost = int(arrived.sum() - result.counts()[at][Outcome.OK])
+    assert joins.lost_alone[at] == lost
+    assert 0 < seen[at] <= lost  # at the last arrival
+
+
 def test_a_call_goes_on_without_what_may_be_missing() -> None:
     stages = traffic()["stages"]
     stages[1] = {**stages[1], "allow_missing": True}

@@ -160,6 +160,20 @@ def test_an_ensemble_becomes_an_application_in_the_order_of_its_tensors(tmp_path
     assert "nobody" in notes(tmp_path)["broken"]
 
 
+@pytest.mark.parametrize("version", ["model_version: 3", "model_version: -1", "", "model_version: 1"])
+def test_a_step_of_an_ensemble_that_names_an_older_version_is_left_out(tmp_path, version):
+    """Before, it got the highest version, and nobody was told."""
+    add(tmp_path, "m", ONNX + "version_policy { specific { versions: [1, 3] } }", "1/model.onnx", "3/model.onnx")
+    step = f'step {{ model_name: "m" {version} input_map {{ key: "x" value: "a" }} }}'
+    add(tmp_path, "all", f'platform: "ensemble"\nensemble_scheduling {{ {step} }}')
+    applications = read_repository(tmp_path, rate_rps=2.0, slo_ms=90.0).workload("repository").applications
+    if version == "model_version: 1":
+        assert not applications
+        assert "names version 1, and stages ask the highest, 3" in notes(tmp_path)["all"]
+    else:
+        assert [stage.model for stage in applications[0].stages] == ["m:3"]
+
+
 def test_a_repository_without_a_model_that_can_be_served_is_refused_with_every_reason(tmp_path):
     add(tmp_path, "a", 'backend: "python"', "1/model.py")
     with pytest.raises(InvalidInputError, match=r"package\.module:factory[\s\S]*no model of it"):

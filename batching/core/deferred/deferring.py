@@ -263,7 +263,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         reach = now + TIME_TOLERANCE_MS
         waiting: list[WaitingQueue] = []
         can_go: list[WaitingQueue] = []
-        look_at = INF
+        next_look_ms = INF
         room = len(part)  # the number of ready gpu-lets in the pool that has the fewest
         is_tight = False
         way_ms = (
@@ -292,16 +292,16 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 at = batch.due if batch.due > open_at else open_at
                 if at <= reach:
                     can_go.append(queue)
-                elif at < look_at:
-                    look_at = at
+                elif at < next_look_ms:
+                    next_look_ms = at
             if len(waiting) > room:
                 self.looked += len(waiting)
                 is_tight, passing_ms = line_up(waiting, now)
-                look_at = min(look_at, now + passing_ms)
+                next_look_ms = min(next_look_ms, now + passing_ms)
                 if ahead:  # with a network delay, look again before the next gpu-let ends; without, `batch_done` does
                     pools = {pool for queue in waiting for pool in queue.pools}
                     ends = [self._gpulets.free_by(pool, now + way_ms)[1] for pool in pools]
-                    look_at = min(look_at, min(ends) - way_ms)
+                    next_look_ms = min(next_look_ms, min(ends) - way_ms)
                 if is_tight:
                     can_go += [
                         queue
@@ -320,12 +320,12 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                     continue
                 free_until = kept_until(queue, to, losing, self._gpulets, now, is_tight=is_tight) if losing else now
                 if free_until > now:
-                    look_at = min(look_at, free_until)
+                    next_look_ms = min(next_look_ms, free_until)
                 elif self._dispatch(queue, to, now):
                     return True
         watch = self._waiting.watch_together(part)
         watch.is_tight = is_tight
-        self._waiting.look_at(watch, look_at)
+        self._waiting.look_at(watch, next_look_ms)
         return False
 
     def _opening(self, queue: WaitingQueue, now: float, way_ms: float) -> tuple[WaitingPool, int, float]:
@@ -413,7 +413,7 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
         gpulets = self._gpulets
         for program, request_id in offline.expired(now):
             self.decisions.append(Drop(program, [request_id]))
-        look_at = offline.look_at(now)
+        next_look_ms = offline.look_at(now)
         for pool in gpulets.pools:
             while offline.waiting:
                 open_at, gpulet = gpulets.open_at(pool, now)
@@ -421,13 +421,13 @@ class DeferredScheduler(DeadlineScheduler[WaitingPool, WaitingQueue]):
                 if open_at - gpulets.way_ms(1) <= now + TIME_TOLERANCE_MS:
                     program, size = offline.next_batch(pool, now, open_at, gpulet)
                 elif open_at < INF:
-                    look_at = min(look_at, open_at - gpulets.way_ms(1))
+                    next_look_ms = min(next_look_ms, open_at - gpulets.way_ms(1))
                 if not size:
                     if pool.idle and self._send_held(offline, pool, now):
                         continue
                     break
                 self._send_ids(program, pool, offline.take_batch(program, size), now)
-        return look_at
+        return next_look_ms
 
     def _send_held(self, offline: OfflineRequests, pool: WaitingPool, now: float) -> bool:
         """Send the most urgent batch that is held while a gpu-let of its fastest pool is idle, if offline requests wait

@@ -240,10 +240,10 @@ class _Parameters(msgspec.Struct, gc=False):
     parameters: dict[str, Scalar] | None = None
 
 
-def named_slo_ms(body: Buffer, json_length: bytes | None) -> float | None:
+def named_slo_ms(body: Buffer, json_length: int | None) -> float | None:
     """Return the time that the parameters of a body allow whose model nobody knows yet. None where there are none,
     where its JSON is no request, and where it is too long to be read at once."""
-    length = int(json_length) if json_length is not None and json_length.isdigit() else len(body)
+    length = len(body) if json_length is None else json_length
     try:
         short = body[:length] if length <= JSON_AT_ONCE_BYTES else b"{}"
         return _named_slo_ms(msgspec.json.decode(short, type=_Parameters))

@@ -87,6 +87,17 @@ _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what comes then is turned away
 
 
+def _json_length(head: Head) -> int | None:
+    """Return how long the JSON before binary tensors is, in bytes; None where the body is all JSON. Raises `HttpError`
+    400 for what is no such number."""
+    length = head.headers.get(b"inference-header-content-length")
+    if length is None or (length.isdigit() and len(length) < 12):
+        return None if length is None else int(length)
+    raise HttpError(
+        400, f"Inference-Header-Content-Length is {length.decode('latin-1')[:32]!r}. Give a number of bytes."
+    )
+
+
 class InferenceService:
     """Answers the requests that carry load. Invariant: every exchange is responded to exactly once, or left."""
 
@@ -182,7 +193,11 @@ class InferenceService:
         if described is not None or load_path(exchange.head.url)[0] == "predict":
             named_ms = None if described is None else described.slo_ms
         else:
-            named_ms = named_slo_ms(exchange.body, exchange.head.headers.get(b"inference-header-content-length"))
+            try:
+                named_ms = named_slo_ms(exchange.body, _json_length(exchange.head))
+            except HttpError as problem:
+                refuse(exchange, problem)
+                return
         slo_ms = allowed_ms(exchange, route, error.model, offline=route.offline, named_ms=named_ms)
         due_ms = exchange.arrived_ms + slo_ms
         started = self.models.waking.wake(error, self.dispatching, due_ms / 1000.0 - self._clock())
@@ -293,11 +308,8 @@ class InferenceService:
             raise HttpError(400, f"'{model.model}' {does}. {cure}")
         if generates:
             return self._text_route(action, model, head)
-        length = head.headers.get(b"inference-header-content-length")
-        if length is not None and not (length.isdigit() and len(length) < 12):
-            shown = length.decode("latin-1")
-            raise HttpError(400, f"Inference-Header-Content-Length is {shown!r}. Give a number of bytes.")
-        if action != "predict" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
+        json_length = _json_length(head)
+        if action != "predict" and (head.length if json_length is None else json_length) > MOST_JSON_BYTES:
             raise HttpError(413, JSON_TOO_LARGE)
         route = route_to(self._predict if action == "predict" else self._infer, model, head)
         call: Any = InferCall
@@ -305,7 +317,7 @@ class InferenceService:
             call = partial(ApplicationCall, _application=application, _interface=application.interface)
         if is_streamed:
             call = partial(call, _is_streamed=True)
-        return route._replace(json_length=None if length is None else int(length), call=call)
+        return route._replace(json_length=json_length, call=call)
 
     def _text_route(self, action: str, model: PlannedModel | None, head: Head) -> Route:
         """Return the route of texts in JSON; of OpenAI's interface only the body names the model."""

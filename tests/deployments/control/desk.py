@@ -63,7 +63,7 @@ class Desk:
 
     def take(self) -> None:
         """Carry out what was decided."""
-        for decision in self.controller.drain():
+        for decision in self.controller.take_decisions():
             if isinstance(decision, MakePlan):
                 self.questions.append(decision)
                 if self.answer is not None:

@@ -68,6 +68,14 @@ async def test_a_patient_request_waits_for_the_start(bench: Bench) -> None:
     assert [(answer.status_code, answer.json()["outputs"][0]["data"]) for answer in answers] == [(200, [2.0, 4.0])] * 4
 
 
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "x"])
+async def test_a_length_that_is_none_is_refused_although_its_model_is_idle(bench: Bench, length: str) -> None:
+    """Python reads no number of more than 4,300 digits, and that was an internal error."""
+    answer = await bench.infer("n", inference_header_content_length=length)
+    assert answer.status_code == 400
+    assert "Give a number of bytes" in answer.json()["error"]
+
+
 async def test_a_body_says_how_long_its_request_can_wait(bench: Bench) -> None:
     """By its header alone each of them would wait."""
     raw = b"\0" * 8

@@ -14,7 +14,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tenuto.placement.planner import Durations
 from tenuto.placement.planner.change_cost import Rent
-from tenuto.placement.planner.change_stages import fits, needed_mib, next_stage, not_ready, stages
+from tenuto.placement.planner.change_stages import fits, next_stage, not_ready, stages
 from tenuto.placement.planner.gpu_matching import match_to_running
 from tests.instruments.plans import gpu, make_plan
 from tests.instruments.seeds import seeds
@@ -50,7 +50,7 @@ def test_programs_of_one_process_share_their_working_memory() -> None:
     (gpulet,) = make_plan({"n0/0/a": (100.0, ["a", "b"])}).gpulets
     by_weights = [model.model_copy(update={"weights_mib": 400.0}) for model in gpulet.models]  # of 1,000 MiB each
     sharing = gpulet.model_copy(update={"models": tuple(by_weights)})
-    assert [needed_mib(gpulet), needed_mib(sharing)] == [2000.0, 400.0 + 400.0 + 600.0]
+    assert [gpulet.needs_mib, sharing.needs_mib] == [2000.0, 400.0 + 400.0 + 600.0]
     assert fits([sharing], gpu("n0/0", 1400.0))
     assert not fits([sharing], gpu("n0/0", 1399.0))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import ATTAINED
 from tenuto.placement import Cluster, Gpulet, Plan, Policy, Replica, Workload, solve
@@ -75,6 +76,18 @@ def test_plans_that_break_a_rule_are_refused(gpulets: tuple[dict[str, Any], ...]
     gpulets = tuple({**g, "models": [{**m, **line} for m in g["models"]]} for g in gpulets)
     with pytest.raises(InvalidInputError, match=words):
         solve(given(*gpulets), equal_rates(["bert"], 10, 300), v100s(2), thesis())
+
+
+@pytest.mark.parametrize("sizes_mib", [(16_384, 8_192), (8_192, 16_384)])
+def test_plans_are_for_the_smallest_gpu_of_a_type(sizes_mib: tuple[int, int]) -> None:
+    """GPUs of a type are alike to a policy, which may use either."""
+    node = {"name": "n0", "gpus": [{"type": "v100", "memory_mib": mib} for mib in sizes_mib]}
+    cluster = parse_document(Cluster, {"nodes": [node]}, origin="cluster.yaml")
+    assert cluster.one_of_each["v100"].memory_mib == 8_192
+    for gpu in ("n0/0", "n0/1"):
+        policy = given(gpulet(f"{gpu}/a", "bert", memory_mib=9_000))
+        with pytest.raises(InvalidInputError, match=r"more memory than the GPU has \(8192 MiB\)"):
+            solve(policy, equal_rates(["bert"], 10, 300), cluster, thesis())
 
 
 def test_overcommitment_is_allowed_when_the_plan_says_so() -> None:
