@@ -333,6 +333,11 @@ def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
     return static + working
 
 
+def total_mib(gpulets: Iterable[Gpulet]) -> float:
+    """Return the memory in MiB that gpu-lets of one GPU may take together."""
+    return sum([gpulet.needs_mib for gpulet in gpulets])
+
+
 def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:
     """Return, for each model, the latency of the replica whose batch takes longest; None if none is known."""
     slowest: dict[str, float | None] = {}

@@ -29,12 +29,12 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.profiles.size_classes import find_classes
 
-# Format of an event on the heap: (time in ms, source, stamp). The source is the place of a gpu-let whose batch begins
-# or ends (stamp: version of its batch), -1 - n for a step of replica n that generates, or one of these.
-_REHEARSAL = 1 << 60  # its result is due; stamp: the first gpu-let of the system that it was for
-_GIVEN_UP = 1 << 61  # an answer that is not there in time; stamp: the request
-_OFFLINE = 1 << 62  # an offline request comes
-_ANSWERED = 1 << 63  # answers end their way back
+# An event on the heap is (time in ms, source, stamp). The source is the place of a gpu-let whose batch begins or ends
+# (stamp: version of its batch), -1 - n for a step of replica n that generates, or one of these.
+_REHEARSAL = 1 << 60  # format: its result is due; stamp: the first gpu-let of the system that it was for
+_GIVEN_UP = 1 << 61  # format: an answer that is not there in time; stamp: the request
+_OFFLINE = 1 << 62  # format: an offline request comes
+_ANSWERED = 1 << 63  # format: answers end their way back
 
 
 class Follows(Protocol):

@@ -2,9 +2,9 @@
 
 Read it from `observe` down. Every look goes the same way. First the controller learns (`estimates`). Then it moves a
 change under way one step on (`change_state`), or looks for reasons to plan again (overload, a lost GPU, notice of a
-spot node that ends, …) and asks (`planner_requests`). A plan
-comes back through `planned`, and becomes a change if it pays. The running gpu-lets serve all the while. When no plan
-comes, or it breaks a rule or carries less, nothing changes. When a plan does not become ready, it is taken back.
+spot node that ends, …) and asks (`planner_requests`). A plan comes back through `planned`, and `_decide` makes it a
+change if it pays. The running gpu-lets serve all the while. When no plan comes, or it breaks a rule or carries less,
+nothing changes. When a plan does not become ready, it is taken back.
 """
 
 from __future__ import annotations
@@ -121,38 +121,52 @@ class Controller:
         reasons, self._reasons = self._reasons, {}
         self.advice = None
         if isinstance(result, str):
-            if not reasons:  # they have passed meanwhile
-                return
-            self._mention(journal.no_plan(now_s, reasons, result), result, *reasons)
+            if reasons:  # else they have passed meanwhile
+                self._mention(journal.no_plan(now_s, reasons, result), result, *reasons)
             return
-        if result.plan is not None:
-            models = as_declared(result.plan.models, self._workload.models)
-            applications = self._workload.applications  # the planner is asked for their models alone
-            update = {"models": models, "applications": applications, "drained": self.plan.drained}
-            result = replace(result, plan=result.plan.model_copy(update=update))
-            if self._idle and result.plan is not None:
-                result = replace(result, plan=with_idle(result.plan, self._idle, self._wake_s))
+        result = self._with_declared(result)
         self._keep_on_standby(result, "; ".join(reasons.values()))
         reasons.pop(Reason.STANDBY, None)
         if not reasons:
             return
-        self._want(result)
-        plan, worth = result.plan, result.worth
-        weighed = (now_s, reasons, result, now_s - request.since_s)
-        if plan is None or not worth.pays:
+        if result.needed_gpus is not None:
+            self._want_gpus(result.needed_gpus)
+        self._decide(result, reasons, now_s - request.since_s, is_repeated=is_repeated)
+
+    def _with_declared(self, result: Proposal) -> Proposal:
+        """Return a proposal whose plan has the models as declared, what is idle and drained, and the applications: the
+        planner is asked for their models alone."""
+        if result.plan is None:
+            return result
+        models = as_declared(result.plan.models, self._workload.models)
+        update = {"models": models, "applications": self._workload.applications, "drained": self.plan.drained}
+        plan = result.plan.model_copy(update=update)
+        return replace(result, plan=with_idle(plan, self._idle, self._wake_s) if self._idle else plan)
+
+    def _decide(self, result: Proposal, reasons: dict[Reason, str], took_s: float, *, is_repeated: bool) -> None:
+        """Begin what the planner proposes, advise it, or note why the running plan stays.
+
+        Args:
+            result: the proposal.
+            reasons: why it was asked for.
+            took_s: how long the planner took.
+            is_repeated: its question was asked for the second time, as rates had outgrown the first answer.
+        """
+        plan, weighed = result.plan, (self._now_s, reasons, result, took_s)
+        if plan is None or not result.worth.pays:
             left = self._without_leaving() if self._ends_soon and Reason.LEAVING in reasons else None
             if left is not None and self.mode == "act" and not self.paused:
                 self._begin(left, reasons[Reason.LEAVING])
-                return
-            self._mention(journal.weighed(Kind.KEPT, *weighed), *reasons)
+            else:
+                self._mention(journal.weighed(Kind.KEPT, *weighed), *reasons)
             return
         waits = Reason.LEAVING in reasons and not self._ends_soon
         if waits and self._short(plan).keys() - self._short(self.plan).keys():
             self._mention(journal.weighed(Kind.KEPT, *weighed, "what leaves serves until there is room, or no time"))
             return
         if not is_repeated and self._is_outgrown(plan):
-            self._reasons, questions.is_repeated = reasons, True
-            questions.forget_answer()
+            self._reasons, self._questions.is_repeated = reasons, True
+            self._questions.forget_answer()
             self._ask()
             return
         is_split_alike = splits(plan.models) == splits(self.plan.models)
@@ -163,12 +177,12 @@ class Controller:
                 self._change_state.apply(plan, line.text)
             return
         is_more = not reasons.keys().isdisjoint({Reason.WORKLOAD, Reason.LEAVING})
-        is_saving = worth.only_saves and not is_more
+        is_saving = result.worth.only_saves and not is_more
         obstacle = self._obstacle(saves_only=is_saving)
         if is_saving and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
-            questions.forget_answer()  # asked again when nothing stands against it
+            self._questions.forget_answer()  # asked again when nothing stands against it
             advised = journal.weighed(Kind.KEPT, *weighed, obstacle)
             self._mention(advised, *reasons)
         elif self.mode == "act":
@@ -553,7 +567,7 @@ class Controller:
 
     def _ask(self) -> None:
         """Ask the planner when there is a reason that it has not answered yet."""
-        questions, estimates, change = self._questions, self._estimates, self._settings.change
+        questions, change = self._questions, self._settings.change
         if questions.out is not None:
             questions.count_time(self._now_s)
             if self._now_s - questions.out.since_s > change.plan_timeout_s:
@@ -579,57 +593,55 @@ class Controller:
             if not self._reasons:
                 return
             kinds = frozenset(self._reasons)
-        start_s = self._change_state.durations.start_s
-        ahead_s = start_s + self._settings.interval_s
+        request = self._plan_request(models, only_standby=kinds == {Reason.STANDBY})
+        self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._change_state.gpus), request))
+
+    def _plan_request(self, models: tuple[ModelSpec, ...], *, only_standby: bool) -> PlanRequest:
+        """Return the question for a plan of these models, by what is known now."""
+        settings, estimates, state = self._settings, self._estimates, self._change_state
+        start_s, ahead_s = state.durations.start_s, state.durations.start_s + settings.interval_s
         estimates.lengths.asked(models)
-        models, running = estimates.lengths.measured(models), self._change_state.here(self.plan)
+        models, running = estimates.lengths.measured(models), state.here(self.plan)
         served = tuple(spec for spec in running.models if spec.name not in running.idle)
-        expected_rps = shared_out(estimates.rates.expected_rps(ahead_s), self.plan.models, models)
-        bounds, present, given_up = self._settings.gpus, self._present, self._gpu_requests.given_up
+        update: dict[str, object] = {
+            "models": estimates.lengths.measured(served),
+            "unserved": tuple(name for name in running.unserved if name not in running.idle),
+            "idle": {},
+            "drained": (*running.drained, *sorted(state.leaving)),
+        }
+        terms = ChangeTerms(
+            shared_out(estimates.rates.expected_rps(ahead_s), self.plan.models, models),
+            state.durations,
+            settings.change.horizon_s,
+            settings.change.hysteresis,
+            settings.rates.average_s,
+            self._gpu_requests.come_s,
+        )
+        bounds, present, given_up = settings.gpus, self._present, self._gpu_requests.given_up
         growth = tuple(kind for kind, bound in bounds.items() if bound.max > 0 and kind not in given_up)
         limits = {kind: max(present[kind], bounds[kind].max if kind in growth else 0) for kind in (*present, *bounds)}
-        prices = {kind: bound.price_per_hour for kind, bound in bounds.items() if bound.price_per_hour is not None}
-        gpus = tuple(_offered(gpu, bounds.get(gpu.whole_type), start_s) for gpu in self._change_state.gpus)
-        spot = {kind: bound.spot.taking(start_s) for kind, bound in bounds.items() if bound.spot is not None}
-        reserved_ids = frozenset(standby.gpulet.id for standby in self._change_state.standby)
-        slowdowns = estimates.planned_with()
-        request = PlanRequest(
+        return PlanRequest(
             self._workload.model_copy(update={"applications": (), "models": models}),
-            gpus,
-            self._settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
+            tuple(_offered(gpu, bounds.get(gpu.whole_type), start_s) for gpu in state.gpus),
+            settings.policy or PolicyUsed(name=self.plan.policy.name, options=self.plan.policy.options),
             RunningPlan(
-                running.model_copy(
-                    update={
-                        "models": estimates.lengths.measured(served),
-                        "unserved": tuple(name for name in running.unserved if name not in running.idle),
-                        "idle": {},
-                        "drained": (*running.drained, *sorted(self._change_state.leaving)),
-                    }
-                ),
+                running.model_copy(update=update),
                 self._shared_out(estimates.traffic(ahead_s)),
-                ChangeTerms(
-                    expected_rps,
-                    self._change_state.durations,
-                    change.horizon_s,
-                    change.hysteresis,
-                    self._settings.rates.average_s,
-                    self._gpu_requests.come_s,
-                ),
+                terms,
                 growth=growth,
                 cut=frozenset(kind for kind in growth if bounds[kind].mig == "managed"),
                 by_node=frozenset(kind for kind in growth if bounds[kind].per_node > 1),
                 limits=limits if bounds else {},
-                prices=prices,
-                spot=spot,
-                slowdowns=slowdowns,
-                attainment=self._settings.attainment,
-                reserved_ids=reserved_ids,
+                prices={kind: each.price_per_hour for kind, each in bounds.items() if each.price_per_hour is not None},
+                spot={kind: each.spot.taking(start_s) for kind, each in bounds.items() if each.spot is not None},
+                slowdowns=estimates.planned_with(),
+                attainment=settings.attainment,
+                reserved_ids=frozenset(standby.gpulet.id for standby in state.standby),
             ),
-            standby_pct=self._settings.standby_pct,
-            standby_gpus=self._settings.standby_gpus,
-            only_standby=kinds == {Reason.STANDBY},
+            standby_pct=settings.standby_pct,
+            standby_gpus=settings.standby_gpus,
+            only_standby=only_standby,
         )
-        self._decisions.append(MakePlan(questions.ask(self._now_s, needs, kinds, self._change_state.gpus), request))
 
     @property
     def _present(self) -> Counter[str]:
@@ -648,12 +660,8 @@ class Controller:
             return "changes are paused"
         return self._change_state.rate_limit.obstacle(self._now_s, saves_only=saves_only)
 
-    def _want(self, result: Proposal) -> None:
-        """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
-        if result.needed_gpus is not None:
-            self._want_gpus(result.needed_gpus)
-
     def _want_gpus(self, needed: Mapping[str, int]) -> None:
+        """Report how many GPUs would carry everything: to the autoscaler, or in the log when the cluster is fixed."""
         present, bounds = self._present, self._settings.gpus
         totals = self._gpu_requests.update_totals(self._now_s, needed, present)
         if totals is not None:

@@ -95,7 +95,7 @@ class Operations:
             raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
         return self._history.running(deployed)
 
-    def settled(self) -> Deployment:
+    def await_settled(self) -> Deployment:
         """Return what is deployed, once the controller's change under way is over.
 
         Raises:
@@ -121,14 +121,14 @@ class Operations:
         alive = self._applications.node_names() | {""}
         return tuple(dict.fromkeys(gpu.id for gpu in gpus if gpu.node_key not in alive))
 
-    def emptied(self, before: Plan, places: Collection[str]) -> list[str]:
+    def await_empty(self, before: Plan, places: Collection[str]) -> list[str]:
         """Wait until no gpu-let, of the previous plan or any other, is left on these nodes, racks or GPUs. Return what
         else is on the wholly emptied nodes, in words.
 
         Raises:
             EnvironmentFaultError: a gpu-let does not end.
         """
-        every = {gpu.id: gpu for gpu in (*self.ground()[1], *gpus_of(before))}.values()
+        every = {gpu.id: gpu for gpu in (*self.planner_inputs()[1], *gpus_of(before))}.values()
         on = {application_name(gpu.id) for gpu in every if is_at(gpu, places)}
         planned = {application_name(g.id) for g in before.gpulets if on & {application_name(gpu) for gpu in g.gpus}}
 
@@ -140,7 +140,7 @@ class Operations:
         whole = {gpu.node_key for gpu in every if is_at(gpu, places)} - used
         return self._applications.others_at(whole)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return what is deployed and where, in words; empty when nothing is.
 
         Raises:
@@ -163,7 +163,7 @@ class Operations:
             self.running()
         return self._history
 
-    def ground(self) -> Ground:
+    def planner_inputs(self) -> Ground:
         """Return what the controller plans with; empty when no controller was deployed."""
         return read_ground(self._store)
 
@@ -205,21 +205,22 @@ class Operations:
             EnvironmentFaultError: foreign applications run, or the cluster lacks what it needs.
         """
         states = self.states()
+        is_running = ENTRY_APPLICATION in states
         if not replace:
             refuse_foreign(states)
-        if ENTRY_APPLICATION in states:
+        if is_running:
             agrees(self.preview(deployment, () if replace else unchanged))
-        if ENTRY_APPLICATION in states and not replace:
+        if replace:
+            end_all()
+        elif is_running:
             if ground is not None:
                 nodes = read_declared_nodes(self._store) or self._applications.node_ids()
                 keep_ground(self._store, *ground, nodes)
             return self._change(deployment, why, by, unchanged)
-        if not replace:
+        else:
             refuse_second_start(states, self._store)
-        if replace:
-            end_all()
-        elif any(is_ours(name) for name in states):
-            self.delete()
+            if any(is_ours(name) for name in states):
+                self.delete()
         check_cluster()
         try:
             with self._going_on():
@@ -302,8 +303,9 @@ class Operations:
         if version is None:
             raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
         why = f"rollback to version {version.number}"
-        before = {name: getattr(version.deployment, name) for name in UNCHANGEABLE}  # said, defaults too
-        deployment = version.deployment.model_copy(update=before)
+        # A copy counts these as given, so that the running deployment's do not take the place of those left open.
+        given = {name: getattr(version.deployment, name) for name in UNCHANGEABLE}
+        deployment = version.deployment.model_copy(update=given)
         return version, self.deploy(deployment, why, by="rollback", unchanged=UNCHANGEABLE, agrees=agrees)
 
     def delete(self) -> list[str]:

@@ -31,7 +31,7 @@ def enlarge_batches(plan: Plan, workload: Workload, profiles: Profiles, gpus: Se
     as they are, and so do gpu-lets whose batches already break that rule.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
-    memory = {gpu.type: gpu.memory_mib for gpu in gpus}
+    memory = {gpu.type: gpu.memory_mib for gpu in sorted(gpus, key=lambda gpu: -gpu.memory_mib)}  # the least of a type
     specs = {spec.name: spec for spec in workload.models}
     by_gpu: dict[str, list[Gpulet]] = plan.by_gpu()
     gpulets = []

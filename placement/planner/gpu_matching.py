@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from tenuto.placement.plan import GpuletProcess, Plan, PlannedGpu
 from tenuto.placement.planner.change_stages import fits
 from tenuto.placement.planner.fault_tolerance import SLIGHT, with_losses
 from tenuto.placement.policies.shared.hosting import free_gpulet_id
-from tenuto.placement.program import Gpulet
+from tenuto.placement.program import Gpulet, total_mib
 
 FORBIDDEN = 1e12  # derived: more than all breaks together: no model goes where it must not
 PREFERRED = 1e-6  # derived: less than any model that stays loaded: a preference only breaks ties
@@ -175,12 +174,15 @@ def _values_beside(
 ) -> NDArray[np.float64]:
     """Return `_value` of every planned GPU on every real one, when no running process could go on."""
     pct, mib = (
-        [np.array([sum(map(size, gpulets)) for gpulets in each]) for each in (new, old)]
-        for size in (attrgetter("effective_share_pct"), attrgetter("needs_mib"))
+        [np.array([total(gpulets) for gpulets in each]) for each in (new, old)] for total in (_total_pct, total_mib)
     )
     is_room = (pct[0][:, None] + pct[1] <= 100.0 + 1e-6) & (mib[0][:, None] + mib[1] <= np.array(memory_mib) + 1e-6)
     starts = np.array([sum(len(gpulet.models) for gpulet in gpulets) for gpulets in new], dtype=float)
     return np.where(is_room, 0.0, -BREAKS * starts[:, None])
+
+
+def _total_pct(gpulets: Iterable[Gpulet]) -> float:
+    return sum(gpulet.effective_share_pct for gpulet in gpulets)
 
 
 def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu, pairs: _Pairs) -> float:

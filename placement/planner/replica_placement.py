@@ -44,7 +44,7 @@ from tenuto.placement.planner.fault_tolerance import (
 )
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import free_gpulet_id, gpulet_id
-from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.program import Gpulet, Replica, total_mib
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles.share_latency import EVERY_RULE
 
@@ -498,7 +498,7 @@ class _ReplicaAdder:
         has = {g.effective_share_pct for g in self._plan.hosts_of(name)}
         known = self._scene.cluster.one_of_each[gpu.type]
         beside = [gpulet for gpulet in others if gpulet.models[0].steps is None]
-        fixed_mib = sum(other.needs_mib for other in beside)
+        fixed_mib = total_mib(beside)
         writing = [gpulet for gpulet in others if gpulet.models[0].steps is not None]
         unit = [self._option(g.models[0].name, g.effective_share_pct, known) for g in writing]
         for option in self._options_of(name, known):

@@ -22,7 +22,7 @@ from tenuto.placement.plan_edits import on_gpus
 from tenuto.placement.planner.batch_growth import with_latency
 from tenuto.placement.planner.change_stages import fits
 from tenuto.placement.planner.gpu_matching import fresh_id
-from tenuto.placement.program import Gpulet
+from tenuto.placement.program import Gpulet, total_mib
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
@@ -61,7 +61,7 @@ def standbys(
         if gpu is None:
             continue
         free_pct = 100.0 - sum(gpulet.effective_share_pct for gpulet in gpulets)
-        free_mib = gpu.memory_mib - sum(gpulet.needs_mib for gpulet in gpulets)
+        free_mib = gpu.memory_mib - total_mib(gpulets)
         for gpulet in gpulets:
             larger = _larger(gpulet, min(more_pct, free_pct), plan, profiles, gpu.type)
             if larger is None or larger.needs_mib > free_mib + 1e-6:
@@ -95,9 +95,11 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
 def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -> tuple[Standby, ...]:
     """Return the standby processes that can wait beside another plan: it keeps their gpu-let, has the memory free, and
     their GPU is present and not drained."""
+    if not waiting:
+        return ()
     planned = {gpulet.id for gpulet in plan.gpulets}
     usable = [gpu for gpu in gpus if not is_at(gpu, plan.drained)]
-    free_mib = {gpu.id: gpu.memory_mib - sum(g.needs_mib for g in plan.on_gpu(gpu.id)) for gpu in usable}
+    free_mib = {gpu.id: gpu.memory_mib - total_mib(plan.on_gpu(gpu.id)) for gpu in usable}
     fitting = []
     for standby in waiting:
         gpulet = standby.gpulet

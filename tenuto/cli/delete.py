@@ -21,7 +21,7 @@ def command(yes: bool, address: str | None) -> None:
     Example: tenuto delete --yes
     """
     with operations(address) as running:
-        what = running.described()
+        what = running.describe()
         if what:
             agree(f"{what} is drained and removed", yes=yes or address is not None)
         gone = running.delete()

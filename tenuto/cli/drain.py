@@ -47,7 +47,7 @@ def go_without(
     from tenuto.placement.planner import plan_without_places
     from tenuto.placement.planner.minimal_change import less_by
 
-    profiles, gpus = running.ground()
+    profiles, gpus = running.planner_inputs()
     if profile_names or not list(profiles):
         profiles, _ = ClusterArguments(profile_names=profile_names).ground(deployment.plan)
     used = (
@@ -86,7 +86,7 @@ def command(
     Example: tenuto drain n1
     """
     with operations(address) as running:
-        deployment = running.settled()
+        deployment = running.await_settled()
         before = deployment.plan.drained
         places = tuple(dict.fromkeys((*before, *nodes)))
         for name in (name for name in nodes if name in before):
@@ -94,7 +94,7 @@ def command(
         why = f"drain {', '.join(name for name in places if name not in before)}"
         reached = places == before or go_without(running, deployment, places, profile_names, policy, why, yes=yes)
         if reached:
-            also = running.emptied(deployment.plan, places)
+            also = running.await_empty(deployment.plan, places)
             stays = f"; until its Ray ends, there stay: {', '.join(also)}" if also else ""
             tell(f"no gpu-let is left on {', '.join(places)}{stays}")
     printed_as_json({"reached": reached, "drained": places})

@@ -78,7 +78,7 @@ def _check_networks(running: Operations, edits: Callable[[Workload], Edits]) -> 
     if all(spec is None or spec.source is None for spec in changes.values()):
         return
     specs = {**{spec.name: spec for spec in declared.models}, **changes}
-    profiles, gpus = running.ground()
+    profiles, gpus = running.planner_inputs()
     problems, unread = network_problems(
         with_models(declared, [spec for spec in specs.values() if spec is not None]),
         Cluster.of(gpus),

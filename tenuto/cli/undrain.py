@@ -23,7 +23,7 @@ def command(
     Example: tenuto undrain n1
     """
     with operations(address) as running:
-        deployment = running.settled()
+        deployment = running.await_settled()
         drained = deployment.plan.drained
         for name in nodes:
             if name not in drained:

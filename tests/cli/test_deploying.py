@@ -139,10 +139,10 @@ class DrainedRuns:
         self.reasons: list[str] = []
         self.lost: tuple[str, ...] = ()
 
-    def settled(self) -> Deployment:
+    def await_settled(self) -> Deployment:
         return Deployment(plan=self.plan)
 
-    def ground(self) -> tuple[Profiles, tuple[Gpu, ...]]:
+    def planner_inputs(self) -> tuple[Profiles, tuple[Gpu, ...]]:
         return Profiles([]), ()
 
     def lost_gpus(self, _gpus: Sequence[object]) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class DrainedRuns:
         self.reasons.append(f"{by}: {why}")
         return True
 
-    def emptied(self, _before: Plan, _places: Sequence[str]) -> list[str]:
+    def await_empty(self, _before: Plan, _places: Sequence[str]) -> list[str]:
         return ["gateway"]
 
 
@@ -269,7 +269,7 @@ def test_a_url_leads_to_its_ray_and_a_ray_to_its_url(monkeypatch: pytest.MonkeyP
 def test_nothing_is_deleted_that_was_not_named_or_agreed_to(monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[bool] = []
     what = "the deployment at http://127.0.0.1:9000 (m) on the Ray at 127.0.0.1:6379"
-    found = SimpleNamespace(described=lambda: what, delete=lambda: gone.append(True) or ["tenuto"])
+    found = SimpleNamespace(describe=lambda: what, delete=lambda: gone.append(True) or ["tenuto"])
     monkeypatch.setattr(delete, "operations", lambda _address: nullcontext(found))
     refused = CliRunner().invoke(delete.command, [])
     assert f"{what} is drained and removed, and nobody agreed" in str(refused.exception)

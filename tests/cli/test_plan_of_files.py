@@ -123,7 +123,7 @@ def change(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def change(words: list[str], **declared: Any) -> tuple[int, str]:
         running = SimpleNamespace(
             controller=lambda: SimpleNamespace(workload=lambda: Workload.of_document(declared, "declared")),
-            ground=lambda: (Profiles([Profile.load("own.yaml")]), Cluster.parse("cpu:1").gpus),
+            planner_inputs=lambda: (Profiles([Profile.load("own.yaml")]), Cluster.parse("cpu:1").gpus),
             edit=lambda make, *, waits: "",
         )
         monkeypatch.setattr(model, "operations", lambda _address: nullcontext(running))

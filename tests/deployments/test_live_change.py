@@ -66,15 +66,15 @@ def test_a_new_plan_is_reached_without_losing_a_request(operator: Operations, fi
 
 def test_a_place_is_emptied_without_losing_a_request_and_what_is_elsewhere_stays(operator: Operations) -> None:
     assert operator.deploy(of(BEFORE), "as at first")
-    url, running = operator.base_url, operator.settled()
+    url, running = operator.base_url, operator.await_settled()
     before = pids(url)
 
     def go(places: tuple[str, ...], why: str) -> bool:
-        return go_without(operator, operator.settled(), places, (), "ffd", why, yes=False)
+        return go_without(operator, operator.await_settled(), places, (), "ffd", why, yes=False)
 
     with asking(url, ["one", "one", "two", "two"]) as answers:
         assert go(("n0/1",), "drain n0/1")
-        assert operator.emptied(running.plan, ["n0/1"]) == []
+        assert operator.await_empty(running.plan, ["n0/1"]) == []
         assert not [name for name in operator.states() if name.startswith("gpulet-n0-1")]
         until(lambda: len(answers) > 50)
     assert {status for status, _ in answers} == {200}

@@ -17,8 +17,17 @@ import numpy as np
 
 from tenuto.deployments.entry.http.bounded_cache import BoundedCache
 from tenuto.deployments.entry.http.exchange import BadRequestError
+from tenuto.deployments.entry.protocols.json_values import (
+    CODES,
+    VALUE_TYPES,
+    check_count,
+    count_byte,
+    pack_numbers,
+    pack_texts,
+    short_repr,
+)
 from tenuto.deployments.wire.arena import Slot
-from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, element_ends, pack_elements
+from tenuto.deployments.wire.tensors import DATATYPES, Buffer, InputPart, element_ends
 from tenuto.files import parse_number
 from tenuto.profiles.networks.catalogue import BYTES, ModelSignature, TensorSignature
 
@@ -33,7 +42,6 @@ MOST_JSON_BYTES = 4 << 20
 JSON_AT_ONCE_BYTES = 1 << 16  # limit: from here on it is read aside: 5 ms or less
 _MOST_JSON_VALUES = 1 << 18  # limit: numbers of a body
 _MOST_QUOTES = 1 << 12  # limit: quotation marks of a body
-_PART_BYTES = 1 << 15  # limit: of JSON numbers that are read at once, 2 ms or less: other threads wait so long
 
 JSON_TOO_LARGE = (
     f"the JSON exceeds {MOST_JSON_BYTES >> 20} MiB or {_MOST_JSON_VALUES:,} values. Send large tensors as binary data "
@@ -114,7 +122,7 @@ class TensorSpec(TensorSignature):
         if len(shape) != rank + 1 or not 1 <= shape[axis] <= MAX_SAMPLES:
             expected = f"[{', '.join(map(str, self.whole_shape('n')))}]"
             raise BadRequestError(
-                f"input '{self.name}' has shape {_shown(shape)}; the model takes {expected} with n from 1 to "
+                f"input '{self.name}' has shape {short_repr(shape)}; the model takes {expected} with n from 1 to "
                 f"{MAX_SAMPLES}."
             )
         return shape[axis], (*shape[:axis], *shape[axis + 1 :])
@@ -279,7 +287,7 @@ class RequestReader:
         self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
         # How each tensor of a plain request is named and packed; none if values have to be checked, or are of bytes.
         self._plain = [
-            ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{_CODES[spec.dtype]}").pack)
+            ((spec.name, spec.datatype, [1, *spec.shape]), struct.Struct(f"<{spec.elements}{CODES[spec.dtype]}").pack)
             for spec in inputs
             if self._signature is None and all(each.below is None and each.dtype != BYTES for each in inputs)
         ]
@@ -454,15 +462,10 @@ class RequestReader:
 
 def _check_size(text: Buffer, most_quotes: int) -> None:
     """Refuse JSON that would take long to read, before reading it."""
-    if len(text) > MOST_JSON_BYTES or _count(text, b",") > _MOST_JSON_VALUES:
+    if len(text) > MOST_JSON_BYTES or count_byte(text, b",") > _MOST_JSON_VALUES:
         raise BadRequestError(JSON_TOO_LARGE)
-    if _count(text, b'"') > most_quotes:
+    if count_byte(text, b'"') > most_quotes:
         raise BadRequestError("the JSON has more names than a request needs.")
-
-
-def _count(text: Buffer, mark: bytes) -> int:
-    """Return how often one byte is in a text; `bytes.count` takes five times as long if it is there often."""
-    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == mark[0]))
 
 
 def _sample_ends(spec: TensorSpec, data: Buffer, count: int) -> list[int]:
@@ -548,13 +551,8 @@ def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(value, bool) or number > most:
-        raise BadRequestError(f"{where} is {_shown(value)}. Give a number of at most {most:.0f}.")
+        raise BadRequestError(f"{where} is {short_repr(value)}. Give a number of at most {most:.0f}.")
     return number
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 40 else shown[:37] + "..."  # format: characters in a message
 
 
 def _source(tensor: TensorJson[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
@@ -580,12 +578,12 @@ def _source(tensor: TensorJson[Any], spec: TensorSpec, dtype: str, count: int, a
     if dtype == _BFLOAT:
         raise BadRequestError(f"input '{spec.name}' is BF16, which is sent as binary data. Send it so, or FP32.")
     if dtype == BYTES:
-        return _read_texts(data, spec, tensor.shape)
+        return pack_texts(data, spec, tensor.shape)
     try:
         if type(data) is not list:
-            return _read_values(bytes(data), spec, dtype, tensor.shape)
-        _check_count(len(data), count * spec.elements, spec, tensor.shape)
-        return struct.pack(f"<{len(data)}{_CODES[dtype]}", *data)
+            return pack_numbers(bytes(data), spec, dtype, tensor.shape)
+        check_count(len(data), count * spec.elements, spec, tensor.shape)
+        return struct.pack(f"<{len(data)}{CODES[dtype]}", *data)
     except msgspec.DecodeError:
         raise BadRequestError(f"the data of input '{spec.name}' is not all {PROTOCOL_NAMES[dtype]} values.") from None
     except (struct.error, OverflowError):
@@ -605,87 +603,16 @@ def _batch_dimension(shape: list[int], spec: TensorSpec) -> int:
     if len(shape) != len(spec.shape) + 1 or tuple(shape[1:]) != spec.shape or not 1 <= shape[0] <= MAX_SAMPLES:
         expected = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
         raise BadRequestError(
-            f"input '{spec.name}' has shape {_shown(shape)}; the model takes {expected} with n from 1 to {MAX_SAMPLES}."
+            f"input '{spec.name}' has shape {short_repr(shape)}; the model takes {expected} with n from 1 to "
+            f"{MAX_SAMPLES}."
         )
     return shape[0]
 
 
-def _check_count(given: int, needed: int, spec: TensorSpec, shape: list[int]) -> None:
-    if given != needed:
-        raise BadRequestError(f"input '{spec.name}' has {given} values; shape {_shown(shape)} needs {needed}.")
-
-
-def _read_values(text: bytes, spec: TensorSpec, dtype: str, shape: list[int]) -> bytes:
-    """Convert JSON numbers, nested or flat, without silent rounding or wrapping; in parts, where they are many."""
-    code, decode = _CODES[dtype], _VALUE_DECODERS[np.dtype(dtype).kind]
-    if not text.startswith(b"["):
-        decode(text)  # raises
-    if 0 in shape and not text.strip(b"[], \t\r\n"):
-        return b""
-    _check_count(_count(text, b",") + 1, math.prod(shape), spec, shape)
-    is_nested = text.find(b"[", 1) > 0
-    if is_nested:
-        _check_nesting(text, spec, shape)
-    parts = []
-    at, end = 1, len(text) - 1
-    while at < end:
-        until = text.find(b",", min(at + _PART_BYTES, end))
-        until = end if until < 0 else until
-        part = text[at:until]
-        some = decode(b"[%b]" % (part.translate(None, b"[]") if is_nested else part))
-        parts.append(struct.pack(f"<{len(some)}{code}", *some))
-        at = until + 1
-    return b"".join(parts)
-
-
-def _read_texts(data: Any, spec: TensorSpec, shape: list[int]) -> bytes:
-    """Return texts in JSON, nested or flat, as a tensor of bytes."""
-    try:
-        texts = np.array(data if type(data) is list else msgspec.json.decode(bytes(data)), object)
-        elements = [text.encode() for text in texts.flat]  # an element of ragged lists is a list
-    except (msgspec.DecodeError, RecursionError, AttributeError, UnicodeEncodeError):
-        raise BadRequestError(f"the data of input '{spec.name}' is not all BYTES values, which are texts.") from None
-    _check_count(len(elements), math.prod(shape), spec, shape)
-    whole = (1, *shape) if len(shape) == len(spec.shape) else tuple(shape)
-    if texts.shape not in ((len(elements),), whole, whole[1:] if whole[0] == 1 else whole):
-        raise BadRequestError(
-            f"the data of input '{spec.name}' is not nested as shape {_shown(shape)} is. Nest it so, or not at all."
-        )
-    return pack_elements(elements)
-
-
-def _check_nesting(text: bytes, spec: TensorSpec, shape: list[int]) -> None:
-    """Refuse nested lists that are not as long as the shape says, each of them. The shape has as many values as the
-    text: any other could be larger than memory."""
-    nested = text.translate(None, _SCALARS)
-    whole = [1, *shape] if len(shape) == len(spec.shape) else shape
-    if nested not in (_skeleton(whole), _skeleton(whole[1:]) if whole[0] == 1 else b""):
-        raise BadRequestError(
-            f"the data of input '{spec.name}' is ragged, or not nested as shape {_shown(shape)} is. Nest it so, or not "
-            "at all."
-        )
-
-
-def _skeleton(shape: Sequence[int]) -> bytes:
-    """Return what is left of nested lists of a shape without their values: `[[,],[,]]` for (2, 2)."""
-    skeleton = b""
-    for size in reversed(shape):
-        skeleton = b"[%b]" % b",".join([skeleton] * size)
-    return skeleton
-
-
-# The characters of JSON values of a tensor, beside brackets and commas.
-_SCALARS = b"0123456789+-.eEtrufals \t\r\n"
-# How the values of a tensor are packed.
-_CODES = dict(zip(DATATYPES.values(), "?BHIQbhiqefd", strict=True))
-# The readers by numpy's kind of the type, and readers of whole requests of models that have only this kind.
-_KINDS: dict[str, Any] = {"b": list[bool], "i": list[int], "u": list[int], "f": list[float], "S": list[str]}
-_VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
-    kind: msgspec.json.Decoder(values).decode for kind, values in _KINDS.items()
-}
+# Readers of whole requests of models whose inputs are all of one kind.
 _DECODERS: dict[str, Callable[[Buffer], RequestJson[Any]]] = {
     kind: msgspec.json.Decoder(RequestJson[values]).decode  # type: ignore[valid-type]
-    for kind, values in _KINDS.items()
+    for kind, values in VALUE_TYPES.items()
 }
 _decode_as_text: Callable[[Buffer], RequestJson[Any]] = msgspec.json.Decoder(RequestJson[msgspec.Raw]).decode
 _NOTHING = memoryview(b"")
