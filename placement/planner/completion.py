@@ -222,6 +222,8 @@ def _with_expectation(plan: Plan, scene: PlacementContext, tried: Sequence[objec
 def with_losses_said(plan: Plan, trial: Trial | None) -> Plan:
     """Return the plan with what each loss leaves, and with a reason for every model that keeps less than it asks
     for."""
+    if not plan.expected.losses and all(spec.spread is None and spec.survive is None for spec in plan.models):
+        return plan
     plan, reasons = with_losses(plan, trial), dict(plan.unserved_reasons)
     for name, why in not_surviving(plan).items():
         reasons[name] = f"{reasons[name]}; {why}" if name in reasons else why
