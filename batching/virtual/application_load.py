@@ -84,7 +84,8 @@ class Joins:
             self._rows.setdefault((call, stage), []).append(row)
         self._runs: dict[int, ApplicationRun] = {}  # those under way, by call
         self._sent: dict[int, set[int]] = {}  # their requests that have no answer, by call
-        self._first_ms: dict[int, float | None] = {}  # deadlines of the first requests of the call that began last
+        # Deadlines of the first requests of the call that began last: these stand one behind the other in the schedule.
+        self._first_ms: dict[int, float | None] = {}
         self._ended = [[0] * len(OUTCOMES) for _ in load.applications]
         self.lost_alone: Counter[int] = Counter()
         self.outcome = np.full(len(load.calls), Outcome.FAILED, np.int8)

@@ -47,7 +47,7 @@ from tenuto.placement.program import Program, Replica
 from tenuto.placement.workload import ModelSpec
 
 MOST_CLIENTS = 48  # format: clients that CUDA MPS allows on one GPU (driver r550; 60 later)
-_LEDGER_SLOT = 0.02  # unit: a gpu-let's part of Ray's count of a GPU: 50 fit, and CUDA MPS never allows as many
+_LEDGER_SLOT = 0.02  # unit: a gpu-let's part of Ray's count of a GPU: 50 fit, more than `MOST_CLIENTS`
 # Under full load two gateways, the dispatcher that schedules, and Ray with all that waits keep one core busy each.
 _CORES_OF_TWO = 4  # derived: cores that two gateways need
 
@@ -335,7 +335,7 @@ class Deployment(StrictModel):
         return [s.name for s in part.models if partition is None or str(partition[s.name]) == sub_cluster]
 
     def _most_per_node(self, processes: int) -> int | None:
-        return -(-processes // self.nodes) if self.nodes > 1 < processes else None
+        return -(-processes // self.nodes) if self.nodes > 1 and processes > 1 else None
 
     def _gpulet(self, plan: Plan, gpulet: Gpulet, process: GpuletProcess) -> ServeApplication[GpuletConfig]:
         on_torch = self.executor == "torch" or (self.executor == "auto" and process.uuid is not None)

@@ -227,24 +227,23 @@ def _beside(
     for gpulet in present:
         for gpu_id in gpulet.gpus:
             by_gpu.setdefault(gpu_id, []).append(gpulet)
-    sizes = _sizes(gpus, target)
+    gpu_of = _gpus_by_id(gpus, target)
     running, fitting = {gpulet.id for gpulet in present}, []
     for gpulet in starts:
         blocked = any(g.id in running for gpu in _in_the_way(gpulet, now, target) for g in by_gpu.get(gpu, ()))
-        if blocked or not sizes.keys() >= {*gpulet.gpus}:
+        if blocked or not gpu_of.keys() >= {*gpulet.gpus}:
             continue
-        if all(fits([*by_gpu[gpu], gpulet], sizes[gpu], overcommits=overcommits) for gpu in gpulet.gpus):
+        if all(fits([*by_gpu[gpu], gpulet], gpu_of[gpu], overcommits=overcommits) for gpu in gpulet.gpus):
             for gpu_id in gpulet.gpus:
                 by_gpu[gpu_id].append(gpulet)
             fitting.append(gpulet)
     return fitting
 
 
-def _sizes(gpus: Sequence[Gpu], target: Plan) -> dict[str, Gpu]:
+def _gpus_by_id(gpus: Sequence[Gpu], target: Plan) -> dict[str, Gpu]:
     """Return the GPUs by id; when a MIG instance is replaced at its place, the target's."""
     types = {gpu.id: gpu.type for gpu in target.gpus}
-    sizes = {gpu.id: gpu for gpu in gpus}
-    return sizes | {gpu.id: gpu for gpu in gpus if types.get(gpu.id) == gpu.type}
+    return {gpu.id: gpu for gpu in sorted(gpus, key=lambda gpu: types.get(gpu.id) == gpu.type)}
 
 
 def _with_room(
@@ -257,35 +256,42 @@ def _with_room(
 ) -> Plan:
     """Return the stage in which gpu-lets have made room and the gpu-lets that then fit have started."""
     impact = _Impact(now, rates_rps)
-    overcommits = now.overcommits or target.overcommits
-    stays = {gpulet.id for gpulet in target.gpulets}
-    sizes = _sizes(gpus, target)
-    # Each choice is a set of gpu-lets that are away meanwhile: those in the way of a new one, or one that loads.
-    ways = [[gpulet.id] for gpulet in loads]
-    for start in starts:
-        blocking = _in_the_way(start, now, target)
-        blocked = [gpulet.id for gpulet in now.gpulets if not blocking.isdisjoint(gpulet.gpus)]
-        beside = [g for g in now.gpulets if {*start.gpus} & {*g.gpus} and blocking.isdisjoint(g.gpus)]
-        leave = sorted((g for g in beside if g.id not in stays), key=lambda g: impact.without([g.id]))
-        for count in range(0 if blocked else 1, len(leave) + 1):
-            gone = [*blocked, *(gpulet.id for gpulet in leave[:count])]
-            left = [g for g in beside if g.id not in gone]
-            if all(
-                fits([*(g for g in left if gpu in g.gpus), start], sizes[gpu], overcommits=overcommits)
-                for gpu in start.gpus
-            ):
-                ways.append(gone)
-                break
     away: set[str] = set()
-    for way in sorted(ways, key=impact.without):
-        if not away or impact.without([*away, *way]) == impact.without([]):
-            away |= set(way)
+    choices = [{gpulet.id} for gpulet in loads] + _ways_to_make_room(now, target, gpus, impact, starts)
+    for choice in sorted(choices, key=impact.without):
+        if not away or impact.without(away | choice) == impact.without([]):
+            away |= choice
     loading = {gpulet.id: gpulet for gpulet in loads if gpulet.id in away}
-    left = [loading.get(g.id, g) for g in now.gpulets if g.id not in away or g.id in loading]
-    stage = staged(now, target, [*left, *_beside(starts, now, target, left, gpus)])
+    serving = [loading.get(g.id, g) for g in now.gpulets if g.id not in away or g.id in loading]
+    stage = staged(now, target, [*serving, *_beside(starts, now, target, serving, gpus)])
     if not away or stage is None:
         return target  # no stage is possible: change all at once, as a plain deploy would
     return stage
+
+
+def _ways_to_make_room(
+    now: Plan, target: Plan, gpus: Sequence[Gpu], impact: _Impact, starts: Sequence[Gpulet]
+) -> list[set[str]]:
+    """Return for each new gpu-let that can get room the running ones that are away for it: those on GPUs that cannot
+    exist beside its own, and the fewest of those that leave anyway, least harm first."""
+    overcommits = now.overcommits or target.overcommits
+    stays, gpu_of = {gpulet.id for gpulet in target.gpulets}, _gpus_by_id(gpus, target)
+    ways = []
+    for start in starts:
+        excluded = _in_the_way(start, now, target)
+        blocking = {gpulet.id for gpulet in now.gpulets if not excluded.isdisjoint(gpulet.gpus)}
+        neighbours = [g for g in now.gpulets if {*start.gpus} & {*g.gpus} and g.id not in blocking]
+        leaving = sorted((g for g in neighbours if g.id not in stays), key=lambda g: impact.without([g.id]))
+        for count in range(0 if blocking else 1, len(leaving) + 1):
+            away = blocking | {gpulet.id for gpulet in leaving[:count]}
+            staying = [g for g in neighbours if g.id not in away]
+            if all(
+                fits([*(g for g in staying if gpu in g.gpus), start], gpu_of[gpu], overcommits=overcommits)
+                for gpu in start.gpus
+            ):
+                ways.append(away)
+                break
+    return ways
 
 
 class _Impact:
