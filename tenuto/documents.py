@@ -352,9 +352,15 @@ def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # a folder that cannot be read or synced; the file is there all the same
-        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names of the files in a folder on the disk: after a loss of power, a new file may have none otherwise.
+    Where a folder cannot be read or synced, nothing happens."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)

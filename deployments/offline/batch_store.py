@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from tenuto.deployments.serve.user_config import OfflineOptions
 from tenuto.deployments.wire.status import OfflineStatus
+from tenuto.documents import sync_folder
 from tenuto.errors import EnvironmentFaultError
 
 logger = logging.getLogger("ray.serve")
@@ -256,6 +257,7 @@ class BatchStore:
         if is_replaced:
             raise EnvironmentFaultError(f"{self._path} was replaced while it was in use; it is to be opened anew")
         self._path.with_suffix(".new").rename(self._path)
+        sync_folder(self.folder)
         logger.error("%s was deleted while it was in use, and was written anew", self._path)
         self.open_database()
 
@@ -358,6 +360,7 @@ class BatchStore:
                 file.flush()
                 os.fsync(file.fileno())
             part.rename(path)
+            sync_folder(path.parent)
         finally:
             part.unlink(missing_ok=True)
         return file_id
@@ -584,6 +587,8 @@ class BatchStore:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            if not length:
+                sync_folder(self.path(file_id).parent)
         return length + len(data)
 
     def finish(self, batch_id: str) -> bool:

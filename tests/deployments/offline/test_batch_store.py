@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import resource
 import sqlite3
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +64,26 @@ def batch_of(store: BatchStore, batch_id: str, key: str = KEY) -> dict[str, Any]
 
 def answer(number: int, name: str, *, is_ok: bool = True) -> LineAnswer:
     return LineAnswer(number, is_ok, answer_text(name, {"status_code": 200 if is_ok else 400, "body": {}}))
+
+
+def test_names_of_files_are_on_the_disk_when_the_database_knows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power, a file whose folder was not synced may have no name, although its content was synced."""
+    synced: set[str] = set()
+
+    def note(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            synced.update(os.listdir(descriptor))
+
+    monkeypatch.setattr(os, "fsync", note)
+    store = opened(tmp_path)
+    batch_id = begun(store, f"{request('a')}\n{request('b')}\n")
+    (first, second) = store.pending(batch_id, -1, 3)
+    store.record(batch_id, [answer(first.number, "a"), answer(second.number, "b", is_ok=False)])
+    batch = ended(store, batch_id)[0]
+    files = {batch[name] for name in ("input_file_id", "output_file_id", "error_file_id")}
+    assert files <= synced
 
 
 def work_off(store: BatchStore, batch_id: str) -> None:
