@@ -321,7 +321,7 @@ def _runs(before: Plan, workload: Workload, gpus: int) -> RunningPlan:
     """Return what runs, and what takes its place. What is no longer needed ends only where the whole load fell below
     the band."""
     runs = RunningPlan(before, Traffic.declared(workload.models))
-    if workload.rate_rps < before.workload.rate_rps / HEADROOM:
+    if _has_fallen(before, workload):
         return runs
     return replace(runs, most_changes=gpus * len(workload.models), promises="larger")
 
@@ -336,9 +336,20 @@ def _is_in_band(plan: Plan, workload: Workload) -> bool:
     if now.keys() != then.keys() or lacking(plan.models, now) or apps != plan.applications:
         return False
     ratios = [spec.rate_rps / then[name] for name, spec in now.items()]
-    offered = sum(then[name] * ratio for name, ratio in zip(now, ratios, strict=True))
     most = HEADROOM if max(ratios, default=1.0) > 1.0 and _has_margin(plan) else 1.0
-    return all(ratio <= most + 1e-9 for ratio in ratios) and offered >= sum(then.values()) / HEADROOM
+    return all(ratio <= most + 1e-9 for ratio in ratios) and not _has_fallen(plan, workload)
+
+
+def _has_fallen(plan: Plan, workload: Workload) -> bool:
+    """Return whether a workload needs so few of the GPUs that a plan has for its models that the plan is too large."""
+    now = {spec.name: spec.rate_rps for spec in workload.models}
+    parts = {spec.name: min(1.0, now.get(spec.name, 0.0) / spec.rate_rps) for spec in plan.models}
+    held = needed = 0.0
+    for gpulet in plan.gpulets:
+        each = gpulet.effective_share_pct * len(gpulet.gpus) / max(1, len(gpulet.models))
+        held += each * len(gpulet.models)
+        needed += each * sum(parts.get(replica.name, 1.0) for replica in gpulet.models)
+    return needed < held / HEADROOM
 
 
 def _has_margin(plan: Plan) -> bool:

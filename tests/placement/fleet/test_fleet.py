@@ -275,6 +275,19 @@ def test_only_the_cell_of_a_model_that_grows_is_planned_again_and_keeps_its_gpul
     assert all(promised(again.plans[cell], s.name) >= 0.98 * s.rate_rps for s in again.plans[cell].models)
 
 
+def test_what_few_requests_of_a_costly_model_no_longer_need_ends() -> None:
+    """Requests of a cheap model are many, and hide by their number what the GPUs are for."""
+    costly = model("costly", 80.0) | {"slo_ms": 2000, "latency": {"alpha_ms": 40, "beta_ms": 100}}
+    states, asked = cells("c0", gpus=8), workload(costly, model("cheap", 800.0))
+    first = planned(asked, states).plans["c0"]
+    models = tuple(s.with_rate_scaled(0.3) if s.name == "costly" else s for s in asked.models)
+    less = asked.model_copy(update={"models": models})
+    assert less.rate_rps > asked.rate_rps / HEADROOM
+    again = planned(less, running(states, {"c0": first})).plans["c0"]
+    assert again.expected.gpus_used < first.expected.gpus_used
+    assert all(promised(again, spec.name) >= 0.98 * spec.rate_rps for spec in models)
+
+
 def test_another_slo_is_planned_though_no_rate_changed() -> None:
     asked, states, first = drawn()
     models = tuple(spec.model_copy(update={"slo_ms": 150.0}) if spec.name == "m3" else spec for spec in asked.models)
