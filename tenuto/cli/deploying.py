@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -246,8 +246,10 @@ def deployment_at(address: str | None) -> KnownDeployment:
     if address is not None and _is_url(address):
         url = address.rstrip("/")
         local = url.replace("//localhost:", "//127.0.0.1:")
-        rays = [each.address for each in known_deployments() if local in (each.url, each.operator_url)]
-        return KnownDeployment("".join(rays), url=url, operator_url=url)
+        for each in known_deployments():
+            if local in (each.url, each.operator_url):
+                return replace(each, url=url) if local == each.url else each
+        return KnownDeployment("", url=url, operator_url=url)
     known = _meant(address)
     if known is not None and known.url:
         return known
