@@ -109,7 +109,7 @@ def command(
         if grid and is_exported(source):
             given["sizes"] = {key: largest(axis) for key, axis in grid.items()} | given.get("sizes", {})
         if pad:
-            given["pad"] = {key: parse_number(text) for key, text in named_values("--pad", pad, "image=0").items()}
+            given["pad"] = {key: _pad(key, text) for key, text in named_values("--pad", pad, "image=0").items()}
         signature = _signature(source, given)
         has_batch = any(tensor.axis is not None for tensor in signature.inputs)
         description = [f"a network of {signature.platform}", *_described(signature)]
@@ -131,6 +131,13 @@ def command(
     if output is not None:
         write_file(output, dump_yaml(workload))
     return 0
+
+
+def _pad(name: str, text: str) -> float:
+    try:
+        return parse_number(text)
+    except ValueError as error:
+        raise refused(f"--pad {name}", text, str(error), "Write for example image=0.") from None
 
 
 def _generates(source: str) -> bool:

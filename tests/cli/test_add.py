@@ -122,3 +122,19 @@ def test_folders_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     Path("saved").mkdir()
     Path("saved", "saved_model.pb").touch()
     assert "--saved-model saved" in added(capsys, "saved", code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--pad x=abc", "--pad x: 'abc': is not a number"),
+        ("--pad x", "must read NAME=VALUE"),
+        ("--sizes n=9999999999", "must name a size once, with whole numbers"),
+        ("--option {", "must have the form key=value"),
+        ("--option shapes=5", "Give a mapping"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save("Relu", ["batch", "n"])
+    (line,) = added(capsys, "net.onnx", *option.split(), code=2)[1].splitlines()
+    assert said in line

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenuto.errors import InvalidInputError, refused
-from tenuto.profiles.networks.catalogue import is_factory, lookup
+from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
 
 # Operators that launch nothing: they give another view of the same memory.
 _VIEWS = frozenset(
@@ -129,6 +129,9 @@ def trace_model(source: str, batch_sizes: Sequence[int], options: Mapping[str, A
 
     from tenuto.profiles.networks.models import build
 
+    if is_exported(source):
+        cure = "Name a network of the catalogue, a folder or a factory; or measure it with `tenuto profile`."
+        raise refused("model", source, "is an exported file, which cannot be traced without its data", cure)
     with FakeTensorMode(allow_non_fake_inputs=True):
         loaded = build(source, options=_without_initialisation(source, options or {}))
         weights = {id(t): t.numel() * t.element_size() for t in (*loaded.module.parameters(), *loaded.module.buffers())}

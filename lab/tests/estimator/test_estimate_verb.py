@@ -78,6 +78,7 @@ def test_a_measured_model_is_not_learnt_from(run: Any) -> None:
     ("arguments", "message"),
     [
         (("resnet51", *KNOWN), "not in the catalogue"),
+        (("net.onnx", *KNOWN), "is an exported file"),
         (("bert", *KNOWN, "--batch-sizes", "0"), "at least 1"),
         (("bert", "--gpu", "h200"), "no profile of this type"),
         (("bert", "--gpu", "cpu", "--profiles", "none.yaml"), "neither a file nor a shipped profile"),
