@@ -39,6 +39,21 @@ def triple(*, width: int = 4) -> LoadedModel:
     return scale(factor=3.0, width=width)
 
 
+class Raising(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such row")
+
+
+def raising() -> LoadedModel:
+    """Return a network that fails whenever it runs."""
+    return LoadedModel(Raising(), scale().signature)
+
+
+def idle() -> LoadedModel:
+    """Return a network that computes nothing."""
+    return LoadedModel(torch.nn.Identity(), scale().signature)
+
+
 class Counting(torch.nn.Module):
     """Copies the first number of each row into all of its output, some time after it has noted them in a file."""
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from tenuto.errors import InvalidInputError, refused
+from tenuto.errors import InvalidInputError, first_line, refused
 from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
 
 # Operators that launch nothing: they give another view of the same memory.
@@ -151,6 +151,11 @@ def trace_model(source: str, batch_sizes: Sequence[int], options: Mapping[str, A
                     f"its control flow depends on values ({error})",
                     "Measure it with `tenuto profile`; it cannot be estimated without running.",
                 ) from error
+            except Exception as error:  # the network's own code
+                rule = f"raised {type(error).__name__} while it was traced ({first_line(error)})"
+                raise refused("model", source, rule, "Correct it; TENUTO_DEBUG=1 shows where it failed.") from error
+            if not recorder.operators:
+                raise refused("model", source, "runs no operator that takes time", "Name a network that computes.")
             input_bytes = sum(t.numel() * t.element_size() for t in inputs)
             traces.append(
                 Trace(

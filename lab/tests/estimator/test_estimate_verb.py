@@ -79,6 +79,8 @@ def test_a_measured_model_is_not_learnt_from(run: Any) -> None:
     [
         (("resnet51", *KNOWN), "not in the catalogue"),
         (("net.onnx", *KNOWN), "is an exported file"),
+        (("tests.instruments.own_models:raising", *KNOWN), "raised KeyError while it was traced ('no such row')"),
+        (("tests.instruments.own_models:idle", *KNOWN), "runs no operator that takes time"),
         (("bert", *KNOWN, "--batch-sizes", "0"), "at least 1"),
         (("bert", "--gpu", "h200"), "no profile of this type"),
         (("bert", "--gpu", "cpu", "--profiles", "none.yaml"), "neither a file nor a shipped profile"),
