@@ -98,6 +98,9 @@ def _exported_program(path: Path, options: ShapeOptions, unlimited: int | None) 
         raise _unusable(path, error, "Write it with torch.export.save(torch.export.export(…), path).") from error
     finally:
         loader.setLevel(level)
+    if changed := sorted(_changed_buffers(program)):
+        rule = "is written in every run, so that an answer depends on requests of other clients"
+        raise refused(str(path), ", ".join(changed), rule, "Export it after `eval()`, and without what it remembers.")
     nodes = {node.name: node for node in program.graph.nodes}
     names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
     inputs, outputs = (
@@ -116,6 +119,19 @@ def _exported_program(path: Path, options: ShapeOptions, unlimited: int | None) 
     known = {name: each for name, each in ranges.items() if each is not None}
     signature = _signature(path, inputs, outputs, options, known, unlimited)
     return LoadedModel(program.module(), signature)
+
+
+def _changed_buffers(program: Any) -> set[str]:
+    """Return the buffers that a program of `torch.export` writes to, by its signature, or by the schemas of what it
+    calls where it was not made functional."""
+    buffers = program.graph_signature.inputs_to_buffers
+    changed = set(program.graph_signature.buffers_to_mutate.values())
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for given, known in zip(node.args, schema.arguments if schema is not None else (), strict=False):
+            if known.alias_info is not None and known.alias_info.is_write and str(given) in buffers:
+                changed.add(buffers[str(given)])
+    return changed
 
 
 def _symbol(size: Any) -> str:

@@ -308,6 +308,17 @@ def test_a_program_of_torch_may_leave_its_sizes_open(tmp_path: Path) -> None:
         assert size.most == 9
 
 
+def test_a_program_of_torch_that_remembers_requests_is_refused(tmp_path: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    for is_training in (True, False):
+        program = torch.export.export(network.train(is_training), (torch.zeros(3, 4),), dynamic_shapes=shapes)
+        torch.export.save(program, tmp_path / f"{is_training}.pt2")
+    with pytest.raises(InvalidInputError, match=r"1\.num_batches_tracked.*is written in every run"):
+        load(str(tmp_path / "True.pt2"))
+    load(str(tmp_path / "False.pt2"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_program_of_torch_runs_in_the_precision_in_which_it_was_saved(tmp_path: Path, dtype: torch.dtype) -> None:
     network = torch.nn.Linear(4, 2, dtype=dtype)
