@@ -39,12 +39,14 @@ def preferences_missed(plan: Plan) -> dict[str, str]:
     return missed
 
 
-def unmet(plan: Plan) -> dict[str, str]:
-    """Return by model which wish for its places the plan does not meet. `expected` must be that of this plan."""
+def unmet(plan: Plan) -> dict[str, float]:
+    """Return the models whose wishes for their places the plan does not meet, and how much each lacks: of what is to
+    survive the part that the worst loss takes, and 1 where it lies where it must not. `expected` must be that of this
+    plan."""
     specs, gpus = {spec.name: spec for spec in plan.models}, {gpu.id: gpu for gpu in plan.gpus}
     held = [(r.name, gpu) for g in plan.gpulets for gpu in g.gpus for r in g.models if r.name in specs]
-    wrong = {name: f"it lies on {gpu}" for name, gpu in held if not may_lie(specs[name], gpus[gpu])}
-    return not_surviving(plan) | wrong
+    wrong = {name: 1.0 for name, gpu in held if not may_lie(specs[name], gpus[gpu])}
+    return {name: 1.0 - part for name, (part, _) in _worst_losses(plan).items()} | wrong
 
 
 def with_losses(plan: Plan, trial: Trial | None = None) -> Plan:
@@ -85,16 +87,21 @@ def least_parts(served: Mapping[str, float] | None, left: Plan, parts: Mapping[s
 
 def not_surviving(plan: Plan) -> dict[str, str]:
     """Return by model why it keeps less than its `survive` asks for: the loss that leaves it least."""
+    return {name: why for name, (_, why) in _worst_losses(plan).items()}
+
+
+def _worst_losses(plan: Plan) -> dict[str, tuple[float, str]]:
+    """Return by model that keeps less than its `survive` asks for which part of that, and why."""
     worst: dict[str, tuple[float, str]] = {}
     for loss, spec in product(plan.expected.losses, plan.models):
         promised, left = plan.expected.models.get(spec.name), loss.goodput_rps.get(spec.name)
         if spec.survive is None or promised is None or left is None or promised.goodput_rps <= 0.0:
             continue
-        part = left / promised.goodput_rps
-        if part < IN_FULL * spec.survive - SLIGHT and part < worst.get(spec.name, (1.0, ""))[0]:
+        part = left / (promised.goodput_rps * spec.survive)
+        if part < IN_FULL - SLIGHT and part < worst.get(spec.name, (1.0, ""))[0]:
             why = f"the loss of {loss.domain} leaves it {left:.4g} of {promised.goodput_rps:.4g} rps"
             worst[spec.name] = part, f"{why}, and {100 * spec.survive:g} % of it are to survive"
-    return {name: why for name, (_, why) in worst.items()}
+    return worst
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class _MinimalChange:
             changes += len({gpulet.id for gpulet in self._kept.gpulets} - {gpulet.id for gpulet in plan.gpulets})
         return PlanRank(
             lacking_rps=round(lacking, 6),
-            unmet_wishes=len(unmet(plan)),
+            unmet_wishes=round(sum(unmet(plan).values()), 2),  # to one percent of a model
             changes=changes,
             price=expected.price,
             gpus=expected.gpus_used,

@@ -187,6 +187,26 @@ def test_a_cell_with_one_rack_left_serves_on_and_says_what_would_not_survive() -
     assert not again.plans
 
 
+def racks(name: str, *gpus: int) -> CellState:
+    """A cell of nodes that are racks."""
+    nodes = [{"name": f"n{n}", "gpus": [{"type": "v100", "count": count}]} for n, count in enumerate(gpus)]
+    return CellState(name, Cluster.model_validate({"nodes": nodes}))
+
+
+def surviving(*rates_rps: float) -> Workload:
+    """Models that survive the loss of a rack."""
+    return workload(*(model(f"m{n}", rate, spread="rack", survive=1.0) for n, rate in enumerate(rates_rps)))
+
+
+@pytest.mark.parametrize("rate_rps", [1900.0, 2100.0, 2300.0])
+def test_what_cannot_survive_in_full_survives_as_far_as_it_can(rate_rps: float) -> None:
+    states = [racks("c0", 4, 4, 4)]
+    first = planned(surviving(1.5 * rate_rps), states)
+    plan = planned(surviving(rate_rps), running([racks("c0", 4, 4)], dict(first.plans))).plans["c0"]
+    assert plan.unserved_reasons.keys() == {"m0"}
+    assert len({*plan.used_gpus}) == 8  # though fewer serve all while nothing is lost
+
+
 def test_a_model_lies_where_it_may_by_cell_or_rack() -> None:
     states = [CellState("c1", cluster(rack="r1")), CellState("c2", cluster(rack="r2"))]
     done = planned(workload(model("a", 100.0, only_on=["r2"]), model("b", 100.0, keep_off=["c2"])), states)
