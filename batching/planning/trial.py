@@ -154,7 +154,7 @@ class Trials:
         alone = is_reached & (self._load.owner < 0)
         place = {spec.name: at for at, spec in enumerate(self.worth.targets)}
         of_model = np.array([place.get(spec.name, -1) for spec in self._models])
-        calls = np.array(list(self._load.calls.values()))
+        calls = np.array(list(self._load.calls.values()), dtype=np.float64).reshape(-1, 2)  # a rare one has none
         is_counted = (calls[:, 1] >= 1000.0 * result.warmup_s) & (calls[:, 1] <= 1000.0 * result.duration_s)
         first = len(self.worth.targets) - len(self.worth.applications)
         return _TargetRequests(

@@ -73,6 +73,15 @@ def test_without_a_host_of_a_stage_only_what_does_not_need_it_is_served() -> Non
     assert trials(work).run(plan.model_copy(update={"gpulets": (gpulet,)}), attainment=0.99).value == -1.0
 
 
+@pytest.mark.parametrize("rate_rps", [1e-4, 0.01, 0.3])
+def test_an_application_of_which_a_trial_may_see_no_request_is_planned(rate_rps: float) -> None:
+    work = work_of(rate_rps, alone_rps=500.0)
+    plan = solve(TenutoPolicy(requests=2_000), work, GPU, NONE)
+    assert plan.expected.goodput_rps > 0.95 * 500.0
+    judged = trials(work).run(plan)
+    assert judged.ok_rps[0] == pytest.approx(judged.offered_rps[0], rel=0.05)
+
+
 def test_parts_of_what_clients_ask_are_parts_of_what_models_are_asked() -> None:
     work = work_of()
     worth = Worth(work.models, "total", work.applications)
