@@ -330,7 +330,8 @@ class Cluster(StrictModel):
         """This cluster with every GPU whole that plans may cut (`mig: managed`), for policies that choose layouts."""
         if not any(gpu.mig == "managed" and gpu.instance is not None for gpu in self.gpus):
             return self
-        given = {gpu.device: whole_of(gpu) if gpu.mig == "managed" else gpu for gpu in self.gpus}
+        wholes = (whole_of(gpu) if gpu.mig == "managed" else gpu for gpu in self.gpus)
+        given = {gpu.id: gpu for gpu in wholes}
         cluster = self.model_copy()
         cluster._given = tuple(given.values())
         return cluster

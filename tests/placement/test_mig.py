@@ -102,6 +102,24 @@ def test_gpus_that_plans_may_cut_are_whole_to_those_that_cut() -> None:
     assert (short.type, short.mig) == ("a100-80gb", "managed")
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("managed", [(), (("3g.40gb", 4),), (("3g.40gb", 0), ("3g.40gb", 4))])
+def test_gpus_that_plans_may_not_cut_stay_as_they_are(managed: tuple[tuple[str, int], ...], *, mixed: bool) -> None:
+    base: dict[str, Any] = {"type": "a100-80gb"}
+    fixed = [
+        {**base, "mig": "fixed", "instances": layout(*at)}
+        for at in ([("3g.40gb", 4), ("4g.40gb", 0)], [("1g.10gb", 2)])
+    ]
+    groups = [{**base, "mig": "managed", "count": 2, "instances": layout(*managed)}, *fixed, *([base] if mixed else [])]
+    found = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": groups}]})
+    stays = {gpu for gpu in found.gpus if gpu.mig != "managed"}
+    (place,) = [gpu.cut("1g.10gb", 0) for gpu in found.uncut.gpus if gpu.id == "n0/0"]
+    for cluster in (found.uncut, found.cut_as([]), found.cut_as([place])):
+        assert {gpu for gpu in cluster.gpus if gpu.mig != "managed"} == stays
+        assert len({gpu.id for gpu in cluster.gpus}) == len(cluster.gpus)
+    assert [gpu.id for gpu in found.as_cut.gpus] == [gpu.id for gpu in found.gpus]
+
+
 def test_leaving_out_a_gpu_leaves_out_its_instances() -> None:
     found = cluster(count=2, mig="fixed", instances=layout(("3g.40gb", 4)))
     assert [gpu.id for gpu in found.model_copy(update={"left_out": ("n0/0",)}).gpus] == ["n0/1.4"]
