@@ -7,7 +7,7 @@ sends or shows batches uses `Gpulet.programs`, and so treats both kinds alike.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
@@ -336,6 +336,11 @@ def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
 def total_mib(gpulets: Iterable[Gpulet]) -> float:
     """Return the memory in MiB that gpu-lets of one GPU may take together."""
     return sum([gpulet.needs_mib for gpulet in gpulets])
+
+
+def fits_memory(gpulets: Collection[Gpulet], memory_mib: float) -> bool:
+    """Return whether a GPU has memory for gpu-lets together. Caps in files are rounded to a thousandth each."""
+    return total_mib(gpulets) <= memory_mib + 1e-3 * len(gpulets)
 
 
 def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:

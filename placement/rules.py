@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tenuto.errors import Problem, one_of
 from tenuto.placement.cluster import Placed, first_overlap, node_of
 from tenuto.placement.merged_groups import group_problems, member_option_problems
-from tenuto.placement.program import Gpulet, total_mib
+from tenuto.placement.program import Gpulet, fits_memory, total_mib
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
 from tenuto.profiles.gpu_types import FAST_CAPABILITY, GPU_TYPES, capability_of_type
@@ -167,11 +167,10 @@ def room_problems(
         if share > 100.0 + 1e-6 and not overcommits:
             cure = "Lower `share_pct` of its gpu-lets, or write `overcommits: true` if it is on purpose."
             problems.append(Problem(where, share, "shares sum to more than 100 %", cure))
-        need = total_mib(gpulets)
-        if mib is not None and need > mib + 1e-3 * len(gpulets):
+        if mib is not None and not fits_memory(gpulets, mib):
             rule = f"more memory than the GPU has ({mib:.0f} MiB)"
             cure = "Use smaller batches, fewer models per GPU, lower `memory_mib` of its gpu-lets, or a larger GPU."
-            problems.append(Problem(where, f"{need:.0f} MiB", rule, cure))
+            problems.append(Problem(where, f"{total_mib(gpulets):.0f} MiB", rule, cure))
     return problems
 
 

@@ -16,7 +16,7 @@ from tenuto.placement.cluster import Gpu, excludes
 from tenuto.placement.expectation.outlook import Outlooks, Traffic
 from tenuto.placement.plan import Plan, PlannedGpu
 from tenuto.placement.planner.task import Durations
-from tenuto.placement.program import Gpulet, total_mib
+from tenuto.placement.program import Gpulet, fits_memory
 from tenuto.placement.versions import taking_the_rest
 
 # Default: of a stage that cuts GPUs, until measured: instances end and begin one after the other, and a GPU that enters
@@ -117,7 +117,7 @@ def fits(gpulets: Iterable[Gpulet], gpu: Gpu, *, overcommits: bool = False) -> b
     """Whether these gpu-lets fit on one GPU, by share and memory."""
     together = list(gpulets)
     share_fits = overcommits or sum(g.effective_share_pct for g in together) <= 100.0 + 1e-6
-    return share_fits and total_mib(together) <= gpu.memory_mib + 1e-6
+    return share_fits and fits_memory(together, gpu.memory_mib)
 
 
 def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
