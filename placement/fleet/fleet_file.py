@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from tenuto.documents import SCHEMA, ProblemsBelow, SchemaVersion, StrictModel, dump_yaml
 from tenuto.errors import Problem
-from tenuto.placement.cluster import NAME, Cluster, Gpu, GpuGroup, GroupInstance, Node, node_of, whole_of
+from tenuto.placement.cluster import NAME, SPOT, Cluster, Gpu, GpuGroup, GroupInstance, Node, node_of, whole_of
 from tenuto.placement.plan import Plan
 from tenuto.profiles.gpu_types import memory_mib_of
 
@@ -68,7 +68,7 @@ class FleetFile(StrictModel):
         for index, cell in enumerate(self.cells):
             own = {("name", cell.name)} | {("url", url) for url in (cell.url, cell.operator_url) if url is not None}
             for node in cell.nodes:
-                own |= {("rack", node.rack)} if node.rack is not None else set()
+                own |= {("rack", node.rack)} if node.rack not in (None, SPOT) else set()
                 own |= {("address", node.address)} if node.address is not None else set()
                 own |= {("GPU", uuid) for group in node.gpus for uuid in group.uuids or ()}
             for what, value in sorted(own):
@@ -116,7 +116,8 @@ def nodes_of(gpus: Iterable[Gpu]) -> tuple[Node, ...]:
                 group = group.model_copy(update={"count": groups.pop().count + 1, "uuids": both or None})
             groups.append(group)
         first = next(iter(devices.values()))[0]
-        where = {"address": first.address, "label": first.label, "rack": first.rack}
+        racks = {gpu.rack for parts in devices.values() for gpu in parts}  # two where some GPUs are spot
+        where = {"address": first.address, "label": first.label, "rack": first.rack if len(racks) == 1 else None}
         nodes.append(Node(name=name, gpus=tuple(groups), **where))
     return tuple(nodes)
 

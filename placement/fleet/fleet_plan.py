@@ -19,7 +19,7 @@ from tenuto.placement.demand import HEADROOM, Kind, ModelGroup, fluid_of, group_
 from tenuto.placement.expectation.component import NOTHING
 from tenuto.placement.expectation.outlook import IN_FULL, Traffic
 from tenuto.placement.fleet.traffic_spread import CellRoom, Shares, Spread, spread_traffic
-from tenuto.placement.placement_constraints import bearable, names_of
+from tenuto.placement.placement_constraints import bearable, is_at, names_of
 from tenuto.placement.placement_constraints import without as cluster_without
 from tenuto.placement.plan import Plan, PolicyUsed
 from tenuto.placement.plan_edits import drained, with_the_rest
@@ -125,13 +125,13 @@ def _running_plan(cell: CellState) -> Plan | None:
 
 
 def _room(cell: CellState, running: Plan | None) -> CellRoom:
-    """Return the room of a cell, and what its running plan leaves of it; a GPU of a drained place is not idle."""
+    """Return the room of a cell, and what its running plan leaves of it; GPUs of drained places are no part of it."""
     if running is None:
         return CellRoom.of(cell.name, cell.cluster, room_of(cell.cluster))
-    prices, used = cell.cluster.prices, {*running.used_gpus}
-    usable = cluster_without(cell.cluster, running.drained) if running.drained else cell.cluster
+    usable, used = cluster_without(cell.cluster, running.drained), {*running.used_gpus}
+    prices = usable.prices
     idle = Counter(kind_of(gpu, prices) for gpu in usable.gpus if gpu.id not in used)
-    return CellRoom.of(cell.name, cell.cluster, room_of(cell.cluster), idle)
+    return CellRoom.of(cell.name, cell.cluster, room_of(usable), idle)  # drained places may be named still
 
 
 def running_shares(groups: Sequence[ModelGroup], cells: Sequence[CellState]) -> dict[str, dict[str, float]]:
@@ -216,8 +216,9 @@ def _nothing_survives(parts: Iterable[Workload], cells: Iterable[CellState]) -> 
 
 
 def _is_short(plan: Plan) -> bool:
-    """Return whether a plan serves too little though it uses every GPU, by more than promises are exact to."""
-    is_full = {*plan.used_gpus} >= {gpu.id for gpu in plan.gpus}
+    """Return whether a plan serves too little though it uses each GPU that it may, by more than promises are exact
+    to."""
+    is_full = {*plan.used_gpus} >= {gpu.id for gpu in plan.gpus if not is_at(gpu, plan.drained)}
     return bool(plan.unserved_reasons) and is_full and _promised_part(plan) < 1.0 - NOTHING
 
 

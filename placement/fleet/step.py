@@ -86,9 +86,10 @@ def make_step(
     for name, new in plan.plans.items():
         phase: Phase = "canary" if name == canary else "release" if name in plan.spread.givers else "room"
         after = fingerprint(new)
-        changes.append(CellChange(cell=name, file=files[name], phase=phase, before=running[name], after=after))
+        if after != running[name]:
+            changes.append(CellChange(cell=name, file=files[name], phase=phase, before=running[name], after=after))
     changes.sort(key=lambda change: (PHASES.index(change.phase), change.cell))
-    others = {name: before for name, before in running.items() if name not in plan.plans}
+    others = {name: before for name, before in running.items() if name not in {change.cell for change in changes}}
     traffic = {model: dict(shares) for model, shares in plan.traffic.items()}
     idle = tuple(name for name in others if not any(name in shares for shares in traffic.values()))
     content = json.dumps([[c.model_dump() for c in changes], others, traffic], sort_keys=True)
@@ -126,7 +127,7 @@ def check_step(step: FleetStep, seen: Mapping[str, SeenCell], traffic_id: str | 
     for change in step.changes:
         cell = seen.get(change.cell, SeenCell(None))
         running = change.before if cell.running is None and change.before == NOTHING_RUNS else cell.running
-        states[change.cell] = {change.after: "done", change.before: "to do"}.get(running or "", "does not answer")
+        states[change.cell] = {change.before: "to do", change.after: "done"}.get(running or "", "does not answer")
         if running is None:
             problems.append(f"{change.cell} does not answer, so that nobody knows what runs there")
         if cell.running not in (None, change.after, change.before):

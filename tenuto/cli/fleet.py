@@ -34,7 +34,7 @@ from tenuto.cli.common import (
 from tenuto.cli.tables import percent, print_table
 from tenuto.cli.virtual import read_losses
 from tenuto.deployments.serve.executor_choice import ExecutorChoice
-from tenuto.documents import dump_yaml
+from tenuto.documents import dump_yaml, parse_document
 from tenuto.errors import EnvironmentFaultError, first_line, one_of, refused
 from tenuto.options import split_pairs
 from tenuto.outcome import ATTAINED
@@ -126,7 +126,9 @@ def _ask_and_write(
     listed += [each.cell for name, each in seen.items() if name not in known]
     if not any(listed):
         raise refused("--cell", ", ".join(urls), "no cell answers", "Check the URLs, and `tenuto status` of each.")
-    fleet = FleetFile.model_validate({"cells": [cell.model_dump() for cell in listed if cell is not None]})
+    fleet = parse_document(
+        FleetFile, {"cells": [cell.model_dump() for cell in listed if cell is not None]}, origin=path
+    )
     for name, each in seen.items():
         if each.cell is not None and each.plan is not None and each.cell.plan is not None:
             text = json.dumps(each.plan.to_data())

@@ -85,7 +85,8 @@ def test_from_a_file_by_hand_to_a_step_that_is_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cells = {"east": Cell(), "west": Cell()}
-    nodes = [{"name": "n0", "gpus": [{"type": "v100", "count": 4, "price_per_hour": 2.5}]}]
+    gpus = {"type": "v100", "count": 4, "price_per_hour": 2.5, "spot": {"life_hours": 100.0, "notice_s": 60.0}}
+    nodes = [{"name": "n0", "gpus": [gpus]}]
     data = [{"name": name, "url": cell.url, "nodes": nodes} for name, cell in cells.items()]
     Path("fleet.yaml").write_text(yaml.safe_dump({"cells": data}))
     Path("workload.yaml").write_text(WORKLOAD)
@@ -115,7 +116,7 @@ def test_from_a_file_by_hand_to_a_step_that_is_done(
     # What runs is the start of the next step: nothing changes.
     assert tenuto("observe", "-o", "fleet.yaml") == 0
     seen = yaml.safe_load(Path("fleet.yaml").read_text())["cells"]
-    assert seen[0]["nodes"][0]["gpus"][0]["price_per_hour"] == 2.5
+    assert seen[0]["nodes"][0]["gpus"] == [gpus]
     assert seen[0]["plan"] == "east.plan.json"
     assert tenuto("plan", "workload.yaml", "fleet.yaml", "-o", "step") == 0
     assert step_of(Path("step"))["changes"] == []

@@ -18,6 +18,7 @@ from tenuto.placement.fleet.fleet_file import FleetFile, nodes_of
 from tenuto.placement.fleet.fleet_plan import CellState, FleetPlan, FleetTask, plan_fleet
 from tenuto.placement.fleet.step import FleetStep, SeenCell, check_step, fingerprint, make_step
 from tenuto.placement.fleet.traffic_spread import MOST_CELLS_OF_MODEL, CellRoom, Spread, after_loss, spread_traffic
+from tenuto.placement.plan_edits import drained
 from tenuto.placement.planner import PlanTask, plan_on_fewest
 from tenuto.placement.planner.gpu_matching import gpus_of
 from tenuto.profiles import Profile, Profiles
@@ -112,6 +113,18 @@ def test_the_gpus_of_a_plan_become_nodes_of_the_file() -> None:
     assert again.nodes[0].gpus[0].count == 2
     with pytest.raises(ValueError, match="are numbered 1, 2"):
         nodes_of(gpus_of(plan)[1:3])
+
+
+def test_cells_with_spot_gpus_do_not_overlap_and_nodes_of_two_kinds_keep_theirs() -> None:
+    spot = {"type": "v100", "price_per_hour": 1.0, "spot": {"life_hours": 10.0}}
+    for groups in ([spot], [spot, {"type": "t4"}], [{"type": "t4"}, spot]):
+        node = {"name": "n0", "gpus": groups}
+        given = Cluster.model_validate({"nodes": [node, {**node, "name": "n1", "rack": "r"}]})
+        data = {"nodes": [node.model_dump() for node in nodes_of(given.gpus)]}
+        assert Cluster.model_validate(data).gpus == given.gpus
+        plan = solve(load_policy("ffd"), workload(model("a", 10.0)), given, Profiles([]))
+        nodes = [node.model_dump() for node in nodes_of(gpus_of(plan)[: len(groups)])]
+        parse_document(FleetFile, {"cells": [{"name": name, "nodes": nodes} for name in ("east", "west")]})
 
 
 # --- the spread -------------------------------------------------------------------------------------------------------
@@ -436,6 +449,21 @@ def test_what_is_to_survive_a_cell_keeps_its_rate_and_others_share_what_is_left(
     assert sum(after.spread.used["c0"].values()) == pytest.approx(4.0, rel=0.05)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_drained_node_is_as_one_that_is_left_out(seed: int) -> None:
+    rng = random.Random(f"drained {seed}")
+    rates = [rng.uniform(100.0, 900.0) for _ in range(8)]
+    part = 450.0 * rng.uniform(7.0, 10.0) / sum(rates)  # about what nine GPUs serve, of which one is drained
+    asked = workload(*(model(f"m{n}", part * rate) for n, rate in enumerate(rates)))
+    states = [racks("c0", 2, 1), racks("c1", 2, 1), racks("c2", 2, 1)]
+    left = [racks("c0", 2), *states[1:]]
+    first = dict(planned(asked.scaled(0.6), left).plans)
+    aside = {**first, "c0": drained(first["c0"], states[0].cluster, ["n1"])}
+    one, other = planned(asked, running(left, first)), planned(asked, running(states, aside))
+    assert (other.spread, other.traffic) == (one.spread, one.traffic)
+    assert {name: plan.gpulets for name, plan in other.plans.items()} == {n: p.gpulets for n, p in one.plans.items()}
+
+
 def test_a_model_that_outgrows_the_only_cell_keeps_all_of_that_cell() -> None:
     states = cells("c0")
     first = planned(workload(model("a", 900.0)), states)
@@ -492,6 +520,19 @@ def test_a_step_goes_room_first_then_traffic_then_what_is_no_longer_needed() -> 
     assert check_step(step, seen(now), step.id).todo == f"deploy {last.file} to {last.cell}"
     done = check_step(step, seen(after), step.id)
     assert (done.todo, done.problems) == ("", ())
+
+
+def test_once_every_change_was_carried_out_nothing_is_to_do() -> None:
+    step, _, after = a_step()
+    same = step.changes[0].model_copy(update={"before": step.changes[0].after})
+    for each in (step, step.model_copy(update={"changes": (same, *step.changes[1:])})):
+        done = check_step(each, seen(after), each.id)
+        assert ({*done.states.values()}, done.todo, done.problems) == ({"done"}, "", ())
+    _, _, first = drawn()
+    files = {name: f"{name}.yaml" for name in first.plans}
+    runs = {name: fingerprint(plan) for name, plan in first.plans.items()}
+    none = make_step(first, runs, files, fleet="f", version="1", canary="c2")
+    assert (none.changes, none.others) == ((), runs)
 
 
 def test_a_step_out_of_order_stale_or_beside_another_one_is_said() -> None:
