@@ -110,7 +110,9 @@ class Entry:
         service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
         if self._config is None or config.traces != self._config.traces:
             self._trace(config.traces)
-        self._config = config
+        before, self._config = self._config, config
+        if self._store is not None and (before is None or before.encrypt != config.encrypt):
+            self._store.forget()
         self.server.store = None if config.offline is None else self._store
         is_shared = config.is_shared_with_clients
         self._management.app = make_app(service, None if is_shared else self.metrics)
@@ -151,8 +153,8 @@ class Entry:
         return self._config is None or self._config.operators is None or self._config.operators.is_loopback
 
     def _trace(self, setting: TracesConfig | None) -> None:
-        if self.service.traces is not None:
-            self.service.traces.close()
+        if self.service.traces is not None:  # on a thread, as it waits for the collector
+            self._keep(asyncio.create_task(asyncio.to_thread(self.service.traces.close), name="end the traces"))
         self.service.traces = None if setting is None else Traces.otlp(setting.endpoint, setting.ratio)
 
     def _changed(self) -> None:
@@ -203,13 +205,13 @@ class Entry:
                 await asyncio.sleep(0.5)
 
     def _tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
         if self._config is not None:  # gpu-lets come and go, and need descriptors, too
             self.server.limit_connections(self._config.max_connections)
         self._keep(asyncio.create_task(self.metrics.meet(), name="meet the other gateways"))
         self._ticks += 1
         if self._ticks % _RENEWED_S == 0:  # on a thread, as a disk of another machine may hang
             self._keep(asyncio.create_task(asyncio.to_thread(self.server.renew_certificates), name="renew"))
-        self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     # --- what it tells, and its end -----------------------------------------------------------------------------
 
@@ -251,6 +253,8 @@ class Entry:
         await asyncio.sleep(0)  # the last answers leave
         self.server.close()
         self._operators.close()
+        if self.service.traces is not None:
+            await asyncio.to_thread(self.service.traces.close)
         self.service.close()
         self._arena.close()
 

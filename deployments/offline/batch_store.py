@@ -325,8 +325,12 @@ class BatchStore:
         """Return where the content of a file lies."""
         return self.folder / "files" / file_id
 
-    def room_bytes(self, key: str) -> int:
+    def room_bytes(self, key: str, more: int = 0) -> int:
         """Return how large a file of a key may be now.
+
+        Args:
+            key: whose file it is.
+            more: bytes that are here already and not counted yet.
 
         Raises:
             StoreError: 413 where the key holds all that it may, 507 where the disk is full.
@@ -342,7 +346,7 @@ class BatchStore:
         if files >= self.options.max_files:
             raise StoreError(413, f"{files:,} files are here, and more are not allowed. Delete some.")
         allowed = (self.options.max_held_mib << 20) - held
-        if allowed <= 0:
+        if allowed <= more:
             raise StoreError(413, f"the files here hold {held >> 20} MiB, and more are not allowed. Delete some.")
         free = self._free_bytes(self.folder) - SPARE_BYTES
         if free <= 0:
@@ -366,8 +370,9 @@ class BatchStore:
         return file_id
 
     def add_file(self, key: str, filename: str, file_id: str) -> msgspec.Raw:
-        """Take a file that was copied here; if it cannot be noted, it goes."""
+        """Take a file that was copied here; if it cannot be noted, or others have taken the room meanwhile, it goes."""
         try:
+            self.room_bytes(key, self.path(file_id).stat().st_size - 1)
             with self._db:
                 self._add_file(key, file_id, filename, "batch")
         except (StoreError, OSError, sqlite3.Error):

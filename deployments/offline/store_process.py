@@ -110,7 +110,7 @@ class OfflineWork:
         self._runs_offline = False  # its scheduler does
         self._token = secrets.token_urlsafe(32)
         self._identity = Identity()
-        self._servers: dict[str, tuple[uvicorn.Server, Endpoint, asyncio.Task[None]]] = {}
+        self._servers: dict[tuple[str, bool], tuple[uvicorn.Server, Endpoint, asyncio.Task[None]]] = {}
         self._app = _WithToken(make_batch_app(self.store, self.runner), self._token)
         self.runs = asyncio.create_task(self._run(), name="work batches off")
 
@@ -175,18 +175,18 @@ class OfflineWork:
     async def listen(self, host: str, *, encrypted: bool) -> Endpoint:
         """Listen for gateways at an address of this machine, and return where. Beyond the machine it may be
         encrypted."""
-        known = self._servers.get(host)
+        is_encrypted = encrypted and host != _LOOPBACK
+        known = self._servers.get((host, is_encrypted))
         if known is None:
             made = socket.create_server((host, 0))
             config = uvicorn.Config(self._app, http="httptools", lifespan="off", log_config=None, access_log=False)
             config.load()
-            is_encrypted = encrypted and host != _LOOPBACK
             config.ssl = self._identity.context if is_encrypted else None
             server = uvicorn.Server(config)
             certificate = self._identity.certificate if is_encrypted else ""
             endpoint = Endpoint((host, made.getsockname()[1]), self._token, certificate)
             serving = asyncio.create_task(server.serve(sockets=[made]), name="files and batches")
-            known = self._servers[host] = server, endpoint, serving
+            known = self._servers[host, is_encrypted] = server, endpoint, serving
         return known[1]
 
     async def status(self) -> OfflineStatus:

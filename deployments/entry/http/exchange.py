@@ -135,6 +135,7 @@ class Exchange(msgspec.Struct, eq=False):
     `on_left` is called when the client goes away before the end of the response.
     `patience_ms`: how long the client waits, counted from `arrived_ms`. `problem`: what is wrong with it, which is told
     where nothing is wrong with the path that it asks for. `key`: the name of the key that the client has shown.
+    `has_proxy_time`: `arrived_ms` counts the time before this process.
     """
 
     head: Head
@@ -145,6 +146,7 @@ class Exchange(msgspec.Struct, eq=False):
     key: str = ""
     problem: HttpError | None = None
     on_left: Callable[[], object] | None = None
+    has_proxy_time: bool = False
 
     @property
     def address(self) -> str:

@@ -24,5 +24,8 @@ def most_connections(most: int, held: int) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= _WITH_HANDSHAKES * most + _OF_OTHERS:
         return most
-    others = len(os.listdir("/proc/self/fd")) - held
+    try:
+        others = len(os.listdir("/proc/self/fd")) - held
+    except OSError:  # none is left
+        others = limit - held
     return min(most, max(_FEWEST, int((limit - others - _SPARE) / _WITH_HANDSHAKES)))

@@ -121,6 +121,10 @@ class StoreFinder:
         self._find = find
         self._endpoint: Endpoint | None = None
 
+    def forget(self) -> None:
+        """Look for the store anew: it may listen elsewhere, or with another certificate."""
+        self._endpoint = None
+
     async def connect(self, relay: Relay) -> str | None:
         """Connect a relay, and return the token that the store expects; None if nobody answers."""
         for _ in range(2):  # the place that is known may be that of a process that has died

@@ -223,6 +223,7 @@ class Call(CallStream):
         self.grpc, self.server, self.metadata = grpc, connection.server, metadata
         self.is_over = False
         self._is_admitted = False  # the key's rate has let in a message that has not come yet
+        self._key = ""  # its name
         self._waits = False  # its turn comes; or it has it
         self._ahead = 0  # bytes of `_came` that are counted
         self._open: set[GrpcExchange] = set()
@@ -242,7 +243,7 @@ class Call(CallStream):
         if refusal is None and exchange.key and not self.connection.show_key():
             refusal = many()
         self._account = self.server.account(self.connection, exchange.key)
-        self._is_admitted = refusal is None
+        self._key, self._is_admitted = exchange.key, refusal is None
         if refusal is None:
             return
         self.server.count_refusal(refusal)
@@ -384,8 +385,11 @@ class Call(CallStream):
 
     def ask(self, exchange: GrpcExchange, body: IncomingBody, described: DescribedRequest | None = None) -> None:
         """Let the service answer a message, when the key's rate lets it in. Each message counts as a request."""
-        refusal = None if self._is_admitted else self.grpc.service.refusal(exchange)
-        self._is_admitted = False
+        refusal = None
+        if self._is_admitted:
+            self._is_admitted, exchange.key = False, self._key
+        else:
+            refusal = self.grpc.service.refusal(exchange)
         if refusal is not None:
             self.server.count_refusal(refusal)
             self.refuse(exchange.id, refusal)

@@ -255,7 +255,7 @@ def named_slo_ms(body: Buffer, json_length: int | None) -> float | None:
     try:
         short = body[:length] if length <= JSON_AT_ONCE_BYTES else b"{}"
         return _named_slo_ms(msgspec.json.decode(short, type=_Parameters))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-_UNREADABLE = (ValueError, KeyError)  # what the parser raises for a call that is no JSON, or lacks its name
+# What the parser raises for a call that is no JSON, lacks its name, has another form or is nested too deep, and
+# `_tool_call` for half a character.
+_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # format: names of templates for what a model thinks
 
 
@@ -126,8 +128,9 @@ class ToolAnswer:
             calls = _functions(event.value) if is_whole else None
             if calls is None:
                 return {"content": self._call}
-            begun, self.calls = self.calls, self.calls + len(calls)
-            return {"tool_calls": [_shown(begun + n, call) for n, call in enumerate(calls)]}
+            numbered = [_tool_call(self.calls + place, call) for place, call in enumerate(calls)]
+            self.calls += len(calls)
+            return {"tool_calls": numbered}
         return {}
 
 
@@ -139,11 +142,12 @@ def _functions(value: Any) -> list[_Function] | None:
         return None
 
 
-def _shown(index: int, function: _Function) -> dict[str, Any]:
-    """Return a call in OpenAI's form, in which arguments are a text."""
+def _tool_call(index: int, function: _Function) -> dict[str, Any]:
+    """Return a call in OpenAI's form, in which arguments are a text; raises `ValueError` for one that is no UTF-8."""
     arguments = function.arguments
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+    (function.name + arguments).encode()
     named = {"name": function.name, "arguments": arguments}
     return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": named}
 

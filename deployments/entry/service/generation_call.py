@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tenuto.deployments.dispatch.in_flight import OpenGeneration
-from tenuto.deployments.entry.http.exchange import JSON, Exchange, fail, refusal_of
+from tenuto.deployments.entry.http.exchange import JSON, Exchange, HttpError, fail, refusal_of, unexpected
 from tenuto.deployments.entry.protocols.openai import AskedChoice, GenerationRequest
 from tenuto.deployments.entry.protocols.openai_answers import EVENTS, Piece, ScoredToken, Usage
 from tenuto.deployments.entry.protocols.texts import GrowingText, Tokenizer
@@ -87,6 +87,12 @@ class _Choice(msgspec.Struct, eq=False):
         """Send the text that a token completes."""
         if self.is_over or self.asked.is_echo_only:
             return
+        try:
+            self._write(token)
+        except Exception as error:
+            self._call.crashed(error)
+
+    def _write(self, token: int) -> None:
         if not self.count:
             self._echo()
         self.count += 1
@@ -122,8 +128,12 @@ class _Choice(msgspec.Struct, eq=False):
 
     def ended(self, finish: Ending) -> None:
         """Send the end."""
-        if not self.is_over:
+        if self.is_over:
+            return
+        try:
             self._finish(finish, self.end())
+        except Exception as error:
+            self._call.crashed(error)
 
     def _finish(self, finish: Ending, generation: OpenGeneration | None) -> None:
         if not self.count:
@@ -177,6 +187,15 @@ class GenerationCall(msgspec.Struct, eq=False):
             self._choices.append(_Choice(self, index, asked, text, answer, most))
             if self.caller is not None:
                 self.caller.begin_text(len(asked.prompt), most)
+        try:
+            self._ask_choices(model, ttft_ms=ttft_ms, tpot_ms=tpot_ms, offline=offline)
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, KeyError):
+                raise HttpError(404, f"'{model}' is not served any more. See /v2/models.") from None
+            raise
+
+    def _ask_choices(self, model: str, *, ttft_ms: float, tpot_ms: float, offline: bool) -> None:
         for choice in list(self._choices):
             generation = self._dispatching.generate(
                 model,
@@ -261,14 +280,21 @@ class GenerationCall(msgspec.Struct, eq=False):
         """Send the refusal of a choice, which is that of the request; amid a stream it is the last event."""
         details = {"loop": refused.loop.value, **self._usage(sum(each.count for each in self._choices))._asdict()}
         self._leave()
-        error = refusal_of(refused, self._lines(generation))
+        self._fail(refusal_of(refused, self._lines(generation)))
+        self._first_ms = min(self._first_ms, generation.first_ms)
+        self._trace(refused.outcome.word, refused.rule, details)
+
+    def crashed(self, error: Exception) -> None:
+        """End the request, of which an answer could not be written: other requests share who wrote it."""
+        self._leave()
+        self._fail(unexpected(self._exchange.head.url, error))
+
+    def _fail(self, error: HttpError) -> None:
         if self._has_begun:
             self._exchange.send(self.request.writer.failed(error))
             self._exchange.end()
         else:
             fail(self._exchange, error)
-        self._first_ms = min(self._first_ms, generation.first_ms)
-        self._trace(refused.outcome.word, refused.rule, details)
 
     def _lines(self, generation: OpenGeneration | None) -> bytes:
         gpulet = b"" if generation is None else generation.gpulet.encode()

@@ -285,8 +285,12 @@ class InferenceService:
         return caller
 
     def _count_proxy(self, exchange: Exchange, model: PlannedModel, began: float) -> None:
-        """Take the time before this process as part of the request's: its deadline counts from where it began."""
+        """Take the time before this process as part of the request's: its deadline counts from where it began. Once,
+        also where the request begins anew as its model was asleep."""
         before_s = time.time() - began
+        if exchange.has_proxy_time:
+            return
+        exchange.has_proxy_time = True
         if 0.0 <= before_s < _LONGEST_BEFORE_S:
             exchange.arrived_ms -= before_s * 1000.0
             histogram = self.proxied.get(model.name)
@@ -423,7 +427,9 @@ class InferenceService:
         if not schema or self._schemas.is_known(schema):
             self._begin_generation(exchange, route, model, asked, own_id)
             return
-        due_ms = exchange.arrived_ms + allowed_ms(exchange, route, model, offline=asked.offline)
+        due_ms = exchange.arrived_ms + allowed_ms(
+            exchange, route, model, offline=asked.offline or route.offline or model.offline
+        )
         checked = self._schemas.check(schema, due_ms)
         self.wait_for(
             exchange, checked, lambda _: self._begin_generation(exchange, route, model, asked, own_id), due_ms
@@ -605,10 +611,8 @@ class InferenceService:
         return self._clock() * 1000.0
 
     def close(self) -> None:
-        """End the threads, the processes of hooks and the traces."""
+        """End the threads and the processes of hooks."""
         self.models.close()
         self._forget_routes()  # they lead back here
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._schemas.close()
-        if self.traces is not None:
-            self.traces.close()

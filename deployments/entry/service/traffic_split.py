@@ -115,7 +115,10 @@ class ShadowCopies:
             together = Samples(len(samples)) if len(samples) > 1 else None
             for parts, size in zip(samples, sizes, strict=True):
                 how = {"client_id": client_id, "yields": True, "samples": together, "sizes": size}
-                answer = ask(dispatching, name, parts, memory=slot, **how)
+                try:
+                    answer = ask(dispatching, name, parts, memory=slot, **how)
+                except KeyError:  # the shadow has left the plan meanwhile
+                    break
                 self._open += 1
                 answer.add_done_callback(self._ended)
 
@@ -138,9 +141,11 @@ class CopiedCall(InferCall):
         was_over, slot = self._is_over, self._exchange.slot
         if slot is not None:
             slot.hold()
-        super().executed(request, executed, row)
-        if self._is_over and not was_over and self._copies is not None and not request.offline:
-            copied = self._route.shadows, self._samples, slot, request.client_id, self._sizes
-            self._copies.send(self._dispatching, *copied)
-        if slot is not None:
-            slot.release()
+        try:
+            super().executed(request, executed, row)
+            if self._is_over and not was_over and self._copies is not None and not request.offline:
+                copied = self._route.shadows, self._samples, slot, request.client_id, self._sizes
+                self._copies.send(self._dispatching, *copied)
+        finally:
+            if slot is not None:
+                slot.release()

@@ -684,7 +684,7 @@ async def test_a_deadline_that_is_no_number_is_refused(served: Served, slo_ms: s
     assert served.gpulets["m"].sizes == []
 
 
-@pytest.mark.parametrize("slo_ms", [-1, 0, -1e308])
+@pytest.mark.parametrize("slo_ms", [-1, 0, -1e30])
 async def test_a_deadline_that_is_over_costs_nothing(served: Served, slo_ms: float) -> None:
     in_body = {"inputs": [TENSOR], "parameters": {"slo_ms": slo_ms}}
     for answer in (await served.infer("app", X_SLO_Ms=f"{slo_ms:g}"), await served.infer("app", in_body)):

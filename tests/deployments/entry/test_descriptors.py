@@ -59,6 +59,12 @@ def test_places_follow_the_limit_of_descriptors(monkeypatch: pytest.MonkeyPatch)
     assert places(512, held=10) == places(512) + 8  # four for each handshake
     assert places(512, most=20) == 20
 
+    def none_left(_path: str) -> list[str]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", none_left)
+    assert places(512) == 8
+
 
 @pytest.mark.parametrize("says", ["hello", "nothing"])
 def test_new_clients_are_answered_however_many_are_silent(tmp_path: Path, says: str) -> None:

@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.entry import gateway
 from tenuto.deployments.entry.gateway import Entry
-from tenuto.deployments.entry.service import planned_model, python_handle
+from tenuto.deployments.entry.protocols.texts import GrowingText
+from tenuto.deployments.entry.service import generation_call, planned_model, python_handle
 from tenuto.deployments.entry.service.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service.python_handle import RequestFailedError, TenutoHandle
 from tenuto.deployments.entry.service.traces import Traces
@@ -657,6 +658,59 @@ async def test_an_slo_that_cannot_be_kept_is_refused_before_it_costs_anything(
     assert (answer.status_code, len(steps)) == (200, 6)
     told = (await bench.client.get("/requests")).json()
     assert [(each["outcome"], each["rule"]) for each in told] == [("ok", None), ("rejected", "time to first token")]
+
+
+class FailingText(GrowingText):
+    """A text that cannot be written where the request has stop strings."""
+
+    def __init__(self, tokenizer: Any, stops: Any = (), *others: Any, **more: Any) -> None:
+        super().__init__(tokenizer, stops, *others, **more)
+        self.has_stops = bool(stops)
+
+    def add(self, token: int) -> str:
+        if self.has_stops:
+            raise RuntimeError("it cannot be written")
+        return super().add(token)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_text_that_cannot_be_written_ends_its_request_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    """An error amid the messages of a gpu-let would end the connection, which others share."""
+    monkeypatch.setattr(generation_call, "GrowingText", FailingText)
+    document: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 8, "stream": is_streamed}
+    failing = [bench.post("/v1/completions", **document, n=2, stop=["never"]) for _ in range(2)]
+    *failed, whole = await asyncio.gather(*failing, bench.post("/v1/completions", **document))
+    assert whole.status_code == 200
+    assert [answer.status_code for answer in failed] == [500, 500]
+    assert all("internal error" in answer.text for answer in failed)
+    assert (await bench.post("/v1/completions", **document)).status_code == 200
+    await until(lambda: not bench.entry.service.dispatching.is_generating)
+
+
+async def test_a_request_whose_model_has_left_claims_no_tokens_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan may change between the reading of a body and the generation."""
+    key, digest = new_key()
+    made = Bench()
+    await made.start(keys=[{"name": "a", "sha256": digest, "models": ["slow"], "tokens_per_s": 10}])
+    made.client.headers["authorization"] = f"Bearer {key}"
+    document: dict[str, Any] = {"model": "slow", "prompt": "x", "max_tokens": 250}
+    whole, asked = Dispatcher.generate, []
+
+    def generate(*arguments: Any, **how: Any) -> Any:
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise KeyError("slow")
+        return whole(*arguments, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Dispatcher, "generate", generate)
+        refused = await made.post("/v1/completions", **document, n=2)
+    assert (refused.status_code, len(asked)) == (404, 2)
+    assert (await made.post("/v1/completions", **document | {"max_tokens": 5})).status_code == 200
+    assert (await made.post("/v1/completions", **document, n=2, stream=True)).status_code == 200
+    await made.close()
 
 
 async def test_spans_say_the_outcome_and_the_rule_behind_it(bench: Bench) -> None:

@@ -149,6 +149,25 @@ async def test_a_shadow_gets_copies_and_clients_never_notice(versions: Versions)
     assert await versions.chosen(10) == {"1": 10}
 
 
+async def test_a_shadow_may_leave_while_requests_are_under_way(
+    versions: Versions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, the first of them that was answered ended the gpu-let's connection."""
+    await versions.serve(("m", {}), ("m:3", {"shadow": True}))
+    first = versions.gpulets["m"]
+    first.hold = True
+    document = {"inputs": [TENSOR]}
+    asked = [asyncio.create_task(versions.client.post("/v2/models/m/infer", json=document)) for _ in range(3)]
+    await until(lambda: sum(first.sizes) >= 1)
+    await versions.serve(("m", {}))
+    first.hold = False
+    first.release()
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 3
+    assert await versions.chosen(3) == {"1": 3}
+    assert first.is_connected
+    assert "Traceback" not in caplog.text
+
+
 async def test_large_inputs_are_copied_from_where_they_lie(versions: Versions) -> None:
     await versions.serve(("m", {}), ("m:3", {"shadow": True}))
     data = np.arange(80, dtype=np.float32)

@@ -144,6 +144,36 @@ def test_a_call_that_is_cut_or_no_json_is_content(folders: dict[str, str]) -> No
         assert (said["content"], len(said["tool_calls"])) == (content, calls)
 
 
+DEEP = "[" * 5000 + "]" * 5000
+BAD_VALUES = [
+    "NaN",
+    "1e999",
+    DEEP,
+    f'{{"a": {DEEP}}}',
+    '"\\ud800"',
+    '{"city": "\\udfff"}',
+    "[]",
+    "null",
+    '"x"',
+    '{"": 1}',
+]
+
+
+@pytest.mark.parametrize("value", BAD_VALUES, ids=range(len(BAD_VALUES)))
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_whatever_a_model_writes_as_a_call_is_a_call_or_content(
+    folders: dict[str, str], value: str, is_streamed: bool
+) -> None:
+    """Who reads it shares a connection with other requests: an error here ended them all."""
+    tokenizer = opened(folders["qwen3"])
+    for call in (value, f'{{"name": "weather", "arguments": {value}}}', f'{{"name": {value}, "arguments": {{}}}}'):
+        for end in ("</tool_call>", ""):
+            cuts = list(range(0, 90, 3)) if is_streamed else []
+            said = read(tokenizer, "", f"So:<tool_call>{call}{end}", cuts)
+            json.dumps(said, ensure_ascii=False).encode()
+            assert said["content"].startswith("So:")
+
+
 def test_the_response_template_of_the_page_reads_calls(folders: dict[str, str], tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reference" / "asking.md").read_text()
     shown = json.loads("{" + page.partition("```json\n")[2].partition("```")[0] + "}")

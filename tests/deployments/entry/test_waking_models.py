@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -94,9 +95,21 @@ async def test_a_body_says_how_long_its_request_can_wait(bench: Bench) -> None:
         await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()
-    for wrong in (b"no json", b'{"parameters": {"slo_ms": "soon"}}', b"[]"):
+    deep = b'{"parameters": {"a": ' + b"[" * 30_000 + b"]" * 30_000 + b"}}"
+    for wrong in (b"no json", b'{"parameters": {"slo_ms": "soon"}}', b"[]", b'{"parameters": {"a": "\xff"}}', deep):
         answer = await bench.client.post("/v2/models/n/infer", content=wrong, headers={"x-slo-ms": "500"})
         assert answer.status_code == 503
+
+
+async def test_the_time_before_this_process_counts_once(bench: Bench) -> None:
+    """A request begins anew when its model has started. Before, the time that it had waited counted twice."""
+    began = f"t={time.time() - 5.0:.3f}"
+    waiting = asyncio.create_task(bench.infer("n", X_SLO_Ms="60000", X_Request_Start=began))
+    while await arrived(bench) < 1:
+        await asyncio.sleep(0)
+    await bench.follow(PLAN)
+    assert (await waiting).status_code == 200
+    assert sum(bench.entry.service.proxied["n"].buckets().counts) == 1
 
 
 async def test_a_patient_request_expires_when_nothing_starts(bench: Bench) -> None:

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,21 @@ def batch_of(store: BatchStore, batch_id: str, key: str = KEY) -> dict[str, Any]
 
 def answer(number: int, name: str, *, is_ok: bool = True) -> LineAnswer:
     return LineAnswer(number, is_ok, answer_text(name, {"status_code": 200 if is_ok else 400, "body": {}}))
+
+
+def test_uploads_at_the_same_time_hold_no_more_than_one_after_another(tmp_path: Path) -> None:
+    """Each asks for room before it is copied, and others may take the room meanwhile."""
+    store = opened(tmp_path, max_held_mib=1, max_files=3)
+    copied = [store.copy_file(io.BytesIO(b"x" * (400 << 10))) for _ in range(4)]
+    taken = []
+    for file_id in copied:
+        with suppress(StoreError):
+            taken.append(store.add_file(KEY, "in.jsonl", file_id))
+    assert len(taken) == 2
+    assert len(list((tmp_path / "files").iterdir())) == 2
+    store.add_file(KEY, "in.jsonl", store.copy_file(io.BytesIO(b"x" * (224 << 10))))  # all that is allowed
+    with pytest.raises(StoreError, match="files are here"):
+        store.add_file(KEY, "in.jsonl", store.copy_file(io.BytesIO(b"")))
 
 
 def test_names_of_files_are_on_the_disk_when_the_database_knows_them(
