@@ -150,7 +150,10 @@ def serve(address: str, loaded: Sequence[str]) -> None:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _attend(connection, address)
+            try:
+                _attend(connection, address)
+            finally:  # at an interpreter's own exit, libraries wait for threads that a forked process does not have
+                os._exit(1)
         connection.close()
 
 
@@ -159,8 +162,10 @@ def _attend(connection: socket.socket, address: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, pipes, _, _ = socket.recv_fds(connection, 8, 3)
     text = b""
-    while len(text) < int.from_bytes(head, "big"):
-        text += connection.recv(65536)
+    while len(text) < int.from_bytes(head, "big") and (part := connection.recv(65536)):
+        text += part
+    if not text or len(text) < int.from_bytes(head, "big"):
+        os._exit(0)  # the relay was stopped
     request = json.loads(text)
     worker = os.fork()
     if worker == 0:
