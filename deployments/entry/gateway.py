@@ -9,6 +9,7 @@ own (`tenuto.deployments.process.own_loop`). Serve's proxies lead nowhere. Its g
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -40,7 +41,9 @@ from tenuto.deployments.serve.user_config import GatewayConfig, Listen, TracesCo
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import DispatchingStatus, Served
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+
+logger = logging.getLogger("ray.serve")
 
 _MOST_OPERATORS = 64  # limit: connections
 _RENEWED_S = 60  # pace: between two looks whether files of certificates have changed
@@ -178,7 +181,13 @@ class Entry:
             return
         is_grpc, tls = speaks == self._grpc, None
         if setting.tls_cert and setting.tls_key:
-            tls = Certificate(setting.tls_cert, setting.tls_key, ["h2" if is_grpc else "http/1.1"])
+            try:
+                tls = Certificate(setting.tls_cert, setting.tls_key, ["h2" if is_grpc else "http/1.1"])
+            except InvalidInputError as error:
+                tls = server.certificate_at(setting.host, setting.port)
+                if tls is None:
+                    raise
+                logger.error("the certificate before stays: %s", error)
         await self._when_free(
             setting,
             "--grpc-port" if is_grpc else "--port",

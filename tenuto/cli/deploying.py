@@ -71,6 +71,7 @@ class ServingArguments:
         from tenuto.batching.core.build import from_plan
         from tenuto.batching.registry import check_offline, make_scheduler
         from tenuto.deployments.control.settings import ControlSettings, check_policy
+        from tenuto.deployments.security.certificate import Certificate
         from tenuto.deployments.security.keys import read_keys
         from tenuto.deployments.serve.deployment import Deployment
         from tenuto.deployments.serve.sub_clusters import parted, read_partition
@@ -118,6 +119,9 @@ class ServingArguments:
         deployment.config().check_ports()
         gpus_of(deployment.plan)
         check_texts(deployment)
+        certificate, key = deployment.access.tls_cert, deployment.access.tls_key
+        if certificate and key and (os.path.exists(certificate) or os.path.exists(key)):  # else on gateways' nodes only
+            Certificate(certificate, key, ["http/1.1"])
         return deployment
 
     def left_open(self) -> list[str]:

@@ -316,6 +316,8 @@ def test_an_unknown_scheduler_is_refused_before_anything_starts(
     [
         (("--emulate", "--executor", "torch"), "--executor: 'torch': contradicts --emulate. Give one of the two."),
         (("--tls-cert", "cert.pem"), "has one of tls_cert and tls_key. Give both, or neither.\n"),
+        (("--tls-cert", __file__, "--tls-key", __file__), "Give PEM files of a certificate and its key"),
+        (("--tls-cert", __file__, "--tls-key", "absent"), "Give PEM files of a certificate and its key"),
         (("--host", "0.0.0.0"), "user_config of the gateway: listen.host is 0.0.0.0"),
         (("--port", "7000", "--operator-port", "7000"), "--operator-port: 7000: is the port of --port too. Give "),
         (("--port", "7000", "--operator-port", "7001"), "--operator-port: 7001: is the port of --proxy-port too. "),

@@ -264,6 +264,11 @@ class HttpServer:
         made = speaks(self)
         return made if tls is None else TlsConnection(made, tls, self.budget, self._handshakes)
 
+    def certificate_at(self, host: str, port: int) -> Certificate | None:
+        """Return the certificate of one of its places; None if it does not listen there, or without TLS."""
+        door = self._doors.get((host, port))
+        return None if door is None else door.tls
+
     def renew_certificates(self) -> None:
         """Look whether the files of certificates have changed."""
         for door in list(self._doors.values()):

@@ -310,6 +310,8 @@ async def test_tls_comes_is_renewed_and_goes_on_the_same_port(bench: Bench, tmp_
     cert.unlink()
     bench.entry.server.renew_certificates()
     assert await answers(second)
+    await serve({**encrypted, "tls_cert": str(key)})  # a new plan with files that are none takes nothing away
+    assert await answers(second)
     await serve(plain)
     assert [await answers(None), await answers(second)] == [True, False]
 
