@@ -57,7 +57,8 @@ class ChangePreview:
 
 def preview_change(running: Deployment, wanted: Deployment, kept: Collection[str] = ()) -> ChangePreview:
     """Return what a change from one deployment to another does, where the settings in `kept` stay as they run."""
-    preview, after = preview_plan(running.plan, wanted.plan), wanted.left_open_as(running)
+    parts = [name for name in kept if "." in name]
+    preview, after = preview_plan(running.plan, wanted.plan), wanted.left_open_as(running, parts)
     settings = [
         SettingChange(name, _shown(running.setting(name)), _shown(after.setting(name)), name in kept)
         for name in sorted(Deployment.model_fields.keys() - {"plan", "workload", "name", "nodes"})

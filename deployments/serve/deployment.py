@@ -233,11 +233,16 @@ class Deployment(StrictModel):
 
     def left_open_as(self, running: Deployment, kept: Collection[str] = ()) -> Deployment:
         """Return this deployment in place of the one that runs: with `kept` as it runs, and what is left open too, if
-        only a new start can change it. Another number of nodes would restart all processes."""
+        only a new start can change it. `kept` may name a part of `access`, such as `access.keys`. Another number of
+        nodes would restart all processes."""
+        parts = {name.removeprefix("access.") for name in kept if name.startswith("access.")}
         open_to_it = (*UNCHANGEABLE, "partition", "control", "name")
         names = {*kept, "nodes", *(name for name in open_to_it if self.leaves_open(name))}
         as_now = running.with_plan(self.plan)
-        return self.model_copy(update={name: getattr(as_now, name) for name in names})
+        update = {name: getattr(as_now, name) for name in names if "." not in name}
+        if parts:
+            update["access"] = self.access.model_copy(update={name: getattr(running.access, name) for name in parts})
+        return self.model_copy(update=update)
 
     def with_plan(self, plan: Plan) -> Deployment:
         """Return the same deployment of another plan. When the partition does not fit the plan, a new one is made."""

@@ -90,23 +90,30 @@ class ServingArguments:
             partition = parted(base.plan, {}, count=int(cut))
         elif cut:
             partition = read_partition(cut)
+        left = set(self.left_open())
+        access = {
+            "keys": keys,
+            "tls_cert": self.tls_cert and os.path.realpath(self.tls_cert),
+            "tls_key": self.tls_key and os.path.realpath(self.tls_key),
+            "insecure": self.insecure,
+            "host_names": list(self.host_names),
+            "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
+        }
+        changed = {name: access[name] for name in access if "access" not in left and f"access.{name}" not in left}
         options = {
             **{name: getattr(self, name) for name in _same()},
             "executor": "emulated" if self.emulate else self.executor or base.executor,
             "access": {
-                "keys": keys,
-                "tls_cert": self.tls_cert and os.path.realpath(self.tls_cert),
-                "tls_key": self.tls_key and os.path.realpath(self.tls_key),
-                "insecure": self.insecure,
-                "host_names": list(self.host_names),
-                "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
+                **base.access.model_dump(mode="json", exclude_defaults=True),
+                **({"keys": keys} if keys else {}),  # which the environment may name, too
+                **changed,
             },
             "scheduler_options": chosen,
             "partition": partition,
             "offline": self.offline_path and {"path": os.path.realpath(self.offline_path)},
             "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
         }
-        left = {field for field in self.left_open() if field != "access" or not keys}
+        left -= {"access"} if keys else set()
         given = {name: value for name, value in options.items() if name not in left}
         whole = {**{name: getattr(base, name) for name in base.model_fields_set}, **given}
         deployment = parse_document(Deployment, whole, origin="options")
@@ -169,8 +176,11 @@ def _name_of(plan_file: str) -> str:
 
 
 def left_open(given: Collection[str] = ()) -> list[str]:
-    """Return the settings of a deployment for which none of these options was given."""
+    """Return the settings of a deployment for which none of these options was given; of access to it, where some of it
+    was given, the others as `access.tls_cert`."""
     asked_by = {name: {name} for name in _same()} | _ASKED_BY
+    if _ASKED_BY["access"] & {*given}:
+        asked_by |= {f"access.{name}": options for name, options in _ACCESS.items()}
     return [field for field, names in asked_by.items() if not names & {*given}]
 
 
@@ -181,6 +191,16 @@ def _same() -> list[str]:
     return [field.name for field in fields(ServingArguments) if field.name in Deployment.model_fields]
 
 
+# The options that say what a field of `access` is. No option says which file every gateway reads for itself.
+_ACCESS: dict[str, set[str]] = {
+    "keys": {"key_file"},
+    "key_file": set(),
+    "tls_cert": {"tls_cert", "tls_key"},
+    "tls_key": {"tls_cert", "tls_key"},
+    "insecure": {"insecure"},
+    "host_names": {"host_names"},
+    "traces": {"traces", "trace_ratio"},
+}
 # The options that say what a field is, where it is not one of the field's name.
 _ASKED_BY = {
     **{name: {"scheduler", "options"} for name in ("scheduler", "scheduler_options")},
@@ -188,7 +208,7 @@ _ASKED_BY = {
     "partition": {"partition_file"},
     "offline": {"offline_path"},
     "control": {"control_file"},
-    "access": {"key_file", "tls_cert", "tls_key", "insecure", "host_names", "traces", "trace_ratio"},
+    "access": set().union(*_ACCESS.values()),
 }
 
 

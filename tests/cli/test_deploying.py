@@ -62,7 +62,48 @@ def test_what_no_option_asks_for_stays_as_it_is(
     monkeypatch.setattr(ServingArguments, "deployment", read)
     assert CliRunner().invoke(deploy.command, ["plan.yaml", *options]).exit_code == 0
     of_its_own = {"plan", "workload", "gateway_options", "nodes"}  # kept, or taken from the plan file, elsewhere
-    assert set(left) == Deployment.model_fields.keys() - of_its_own - changed
+    assert {name for name in left if "." not in name} == Deployment.model_fields.keys() - of_its_own - changed
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        (["--host-name", "api.example.com"], {"host_names"}),
+        (["--traces", "http://127.0.0.1:4318"], {"traces"}),
+        (["--keys", "{folder}/keys.yaml"], {"keys"}),
+        (["--tls-cert", "elsewhere.pem", "--tls-key", "elsewhere.key"], {"tls_cert", "tls_key"}),
+    ],
+)
+@pytest.mark.parametrize("runs", [True, False])
+def test_who_may_ask_stays_as_it_is_where_no_option_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], changed: set[str], runs: bool
+) -> None:
+    """Whether it runs so already, or the plan file says so."""
+    access = {
+        "keys": [{"name": "anna", "sha256": "1" * 64}],
+        "key_file": "/keys/more.yaml",
+        "tls_cert": "/tls/cert.pem",
+        "tls_key": "/tls/key.pem",
+        "host_names": ["here"],
+        "traces": {"endpoint": "http://10.0.0.1:4318"},
+    }
+    plan = make_plan({"n0/0/a": (50.0, ["m"])})
+    before = Deployment.model_validate({"plan": plan.to_data(), "access": access})
+    file = tmp_path / "plan.yaml"
+    file.write_text(dump_yaml((Deployment(plan=plan) if runs else before).config().to_data()))
+    (tmp_path / "keys.yaml").write_text(f"keys: [{{name: bert, sha256: {'b' * 64}}}]")
+    found: list[Deployment] = []
+
+    def ground(asked: ServingArguments, _plan: Plan) -> None:
+        found.append(asked.deployment().left_open_as(before, asked.left_open()) if runs else asked.deployment())
+        raise SystemExit(0)
+
+    monkeypatch.setattr(ServingArguments, "ground", ground)
+    done = CliRunner().invoke(deploy.command, [str(file), *(each.format(folder=tmp_path) for each in options)])
+    assert done.exit_code == 0, done.exception
+    (asked,) = found
+    of_access = type(before.access).model_fields
+    assert {name for name in of_access if getattr(asked.access, name) != getattr(before.access, name)} == changed
 
 
 @pytest.mark.parametrize(
