@@ -140,7 +140,12 @@ class Entry:
         shared = bool(config.sub_clusters)
         await self._listen(self.server, config.listen, HttpConnection, is_shared=shared)
         await self._listen(self._operators, config.operators, HttpConnection, is_shared=shared)
-        await self._listen_for_grpc(config.grpc, is_shared=shared)
+        try:
+            await self._listen_for_grpc(config.grpc, is_shared=shared)
+        except EnvironmentFaultError as error:
+            if old is None:
+                raise
+            logger.error("HTTP is served without gRPC: %s", error)
 
     async def _listen_for_grpc(self, setting: Listen | None, *, is_shared: bool) -> None:
         if setting is not None and self._grpc is None:

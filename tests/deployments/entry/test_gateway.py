@@ -215,6 +215,18 @@ async def test_a_port_of_somebody_else_is_named() -> None:
     await bench.close()
 
 
+async def test_a_port_for_grpc_of_somebody_else_takes_http_from_nobody() -> None:
+    pytest.importorskip("h2")
+    bench = Bench(taken_s=0.0)
+    await bench.start(PLAN)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        await bench.follow(PLAN, grpc={"port": other.getsockname()[1]})
+        assert (await bench.infer()).status_code == 200
+    await bench.close()
+
+
 async def test_operators_see_the_margin_and_what_it_costs(bench: Bench) -> None:
     assert (await bench.infer()).status_code == 200
     margin = (await bench.status())["margin"]
