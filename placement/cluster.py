@@ -427,7 +427,7 @@ class Cluster(StrictModel):
         """
         groups: list[dict[str, object]] = []
         for part in text.split(","):
-            match = re.fullmatch(r"\s*([A-Za-z0-9_.+-]+)(?::(\d+))?(:mig)?\s*", part)
+            match = re.fullmatch(r"\s*([A-Za-z0-9_.+-]+)(?::([0-9]{1,18}))?(:mig)?\s*", part)
             if match is None or match.group(2) == "0":
                 raise refused(
                     "--gpus",

@@ -117,7 +117,9 @@ class Lengths(StrictModel):
             raise Fault("needs exactly one form of length", _CURE)
         if self.quantiles is not None:
             rows = sorted(self.quantiles.items())
-            if [rows[0][0], rows[-1][0]] != [0, 100] or any(b < a for (_, a), (_, b) in pairwise(rows)):
+            if [percent for percent, _ in rows[:1] + rows[-1:]] != [0, 100] or any(
+                b < a for (_, a), (_, b) in pairwise(rows)
+            ):
                 raise Fault("quantiles must go from 0 to 100 percent and never fall", _CURE)
         return self
 

@@ -7,6 +7,7 @@ share and is no shadow.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -146,7 +147,8 @@ def completed(entries: Sequence[Any]) -> list[Any]:
         total, given = _number(rest.get("rate_rps")), 0.0
         for entry in short:
             full = entry if _has_slo(entry) else {**inherited(rest, entry), **entry}
-            share = _number(full.get("share_pct", 100.0 if full.get("shadow") else None))
+            share = full.get("share_pct")
+            share = _number(100.0 if share is None and full.get("shadow") else share)
             if "rate_rps" not in full and total and share:
                 full = {**full, "rate_rps": total * share / 100.0}
                 given += 0.0 if full.get("shadow") else share
@@ -174,8 +176,8 @@ def _has_slo(entry: Mapping[str, Any]) -> bool:
 
 
 def _number(value: object) -> float:
-    """Return a number of a file; 0 for anything else, which the schema refuses."""
-    return float(value) if isinstance(value, int | float) else 0.0
+    """Return a number of a file; 0 for anything else and for one that no float holds, which the schema refuses."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else 0.0
 
 
 # --- what may not be --------------------------------------------------------------------------------------------------

@@ -478,8 +478,9 @@ def _share_of(entry: Any, *, copies: bool = False) -> float | None:
     for others, and for what the schema refuses."""
     raw = entry.model_dump() if isinstance(entry, ModelSpec) else entry if isinstance(entry, dict) else {}
     is_copied = raw.get("shadow") is True
-    share = raw.get("share_pct", 100.0 if copies else None) if copies or not is_copied else None
-    return share / 100.0 if isinstance(share, int | float) else None
+    share = raw.get("share_pct") if copies or not is_copied else None
+    share = 100.0 if share is None and copies else share
+    return share / 100.0 if isinstance(share, int | float) and 0.0 <= share <= 100.0 else None
 
 
 def _name_of(entry: Any) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from tenuto.batching.virtual.criterion import Goal
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any
 from tenuto.loadgen.endpoint_trials import EndpointTrial
 from tenuto.loadgen.simulated import Simulation
@@ -70,7 +71,8 @@ def in_virtual_time(simulation: Callable[[float], Simulation]) -> Attempt:
 def _with_cv(arriving: tuple[_Arriving, ...], cv: float | None) -> tuple[_Arriving, ...]:
     if cv is None:
         return arriving
-    return tuple(spec.model_copy(update={"arrival": Arrival(process="gamma", cv=cv)}) for spec in arriving)
+    arrival = parse_document(Arrival, {"process": "gamma", "cv": cv}, origin="--curve")
+    return tuple(spec.model_copy(update={"arrival": arrival}) for spec in arriving)
 
 
 def check_axes(axes: Mapping[str, Sequence[float]]) -> None:

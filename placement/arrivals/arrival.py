@@ -8,14 +8,13 @@ from pydantic import Field
 
 from tenuto.documents import StrictModel
 
-Positive = Annotated[float, Field(gt=0)]
-
 
 class Arrival(StrictModel):
     """How requests of a model arrive. Which other keys a process takes is checked where schedules are made."""
 
     process: str = "poisson"
-    shape: Positive | None = None  # gamma: k; the coefficient of variation is k**-0.5
-    cv: Positive | None = None  # gamma: alternative to shape
+    # limit: steadier gaps are equal, and of more varied ones a day may have none
+    shape: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None  # gamma: k; the coefficient of variation is k**-0.5
+    cv: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None  # gamma: alternative to shape
     path: str | None = None  # trace: CSV with time_ms and optionally model
     options: dict[str, Any] = Field(default_factory=dict)

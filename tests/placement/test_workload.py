@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +16,9 @@ from pydantic import BaseModel
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.files import parse_yaml
-from tenuto.placement import ModelSpec, Workload, profile_of
+from tenuto.placement import Cluster, ModelSpec, Workload, profile_of
 from tenuto.placement.application import Application
+from tenuto.placement.arrivals.arrival_processes import arrival_times
 from tenuto.placement.generates import Lengths
 from tenuto.placement.workload import profile_by_size, size_parts
 from tenuto.profiles import Generation, LatencyTable, LinearLatency, Profile, Profiles
@@ -226,3 +231,82 @@ def test_sizes_and_the_profile_name_the_same() -> None:
         assert said in str(error.value)
     with pytest.raises(ValueError, match="gives `sizes`, and has an inline latency"):
         ModelSpec(name="a", rate_rps=1, slo_ms=9, sizes=tokens, latency=LinearLatency(alpha_ms=1, beta_ms=1))
+
+
+TOKENS = {"prompt_tokens": {"quantiles": {0: 1, 100: 9}}, "output_tokens": {"lognormal": {"median": 9, "sigma": 1}}}
+COST = {"alpha_ms": 1.0, "beta_ms": 2.0}
+FILES: list[tuple[type[BaseModel], dict[str, object]]] = [
+    (
+        Workload,
+        {
+            "models": [
+                {"name": "a", "rate_rps": 9.0, "slo_ms": 90.0, "weight": 2.0, "latency": COST, "survive": 0.5},
+                {"name": "a:2", "share_pct": 10.0},
+                {"name": "a:3", "shadow": True, "share_pct": 50.0},
+                {"name": "l", "rate_rps": 1.0, "slo": {"ttft_ms": 9.0, "tpot_ms": 9.0}, "generates": TOKENS},
+                {"name": "b", "rate_rps": 9.0, "slo_ms": 90.0, "arrival": {"process": "gamma", "cv": 2.0}},
+                {"name": "s", "rate_rps": 9.0, "slo_ms": 90.0, "sizes": {"tokens": 9}, "options": {"x": 1}},
+            ],
+            "applications": [{"name": "p", "rate_rps": 1.0, "slo_ms": 90.0, "stages": [{"model": "a", "count": 1}]}],
+        },
+    ),
+    (
+        Cluster,
+        {
+            "nodes": [
+                {
+                    "name": "n",
+                    "gpus": [
+                        {"type": "t4", "count": 2, "price_per_hour": 1.0, "spot": {"life_hours": 9.0, "notice_s": 9.0}},
+                        {
+                            "type": "a100",
+                            "memory_mib": 9e3,
+                            "mig": "fixed",
+                            "instances": [{"profile": "3g.20gb", "start": 0}],
+                        },
+                    ],
+                }
+            ],
+            "elastic": False,
+            "left_out": ["n/0"],
+        },
+    ),
+]
+
+
+def with_odd(data: object, odd: object) -> Iterator[object]:
+    """Yield a document once for each of its values, with something odd in its place."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        for value in (odd, *with_odd(data[key], odd)):  # type: ignore[index]
+            changed = copy.copy(data)
+            changed[key] = value  # type: ignore[index]
+            yield changed
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{}, [], None, "", True, -1, 10**400, 1e-200, 1e300, float("inf"), float("nan")],
+    ids=lambda odd: repr(odd)[:6],
+)
+@pytest.mark.parametrize(("kind", "data"), FILES, ids=["workload", "cluster"])
+def test_an_odd_value_anywhere_is_read_or_refused(kind: type[BaseModel], data: dict[str, object], odd: object) -> None:
+    parse_document(kind, data)
+    for changed in with_odd(data, odd):
+        with contextlib.suppress(InvalidInputError):
+            read = parse_document(kind, changed)
+            for spec in read.models if isinstance(read, Workload) else ():
+                if 0.0 < spec.rate_rps < 100.0:
+                    arrival_times(spec.name, spec.rate_rps, 1.0, spec.arrival, np.random.default_rng(0))
+            if isinstance(read, Cluster):
+                assert read.uncut.prices.keys() >= {gpu.type for gpu in read.uncut.gpus}
+
+
+def test_a_shadow_whose_share_is_null_has_copies_of_all() -> None:
+    model: dict[str, object] = {"name": "a", "rate_rps": 8.0, "slo_ms": 90.0, "latency": COST}
+    app = {"name": "p", "rate_rps": 2.0, "slo_ms": 90.0, "stages": [{"model": "a"}]}
+    given = [{"name": "a:2", "shadow": True, **share} for share in ({}, {"share_pct": None}, {"share_pct": 100.0})]
+    rates = [
+        [spec.rate_rps for spec in parse_document(Workload, {"models": [model, shadow], "applications": [app]}).models]
+        for shadow in given
+    ]
+    assert rates[0] == rates[1] == rates[2]
