@@ -142,6 +142,7 @@ class Gpu(Placed):
     memory_mib: float
     price_per_hour: float | None = None  # an instance has its part of the GPU's price
     spot: SpotTerms | None = None
+    whole_mib: float | None = None  # of an instance: the memory of the GPU that it was cut from
 
     @property
     def weighed_price(self) -> float | None:
@@ -158,7 +159,9 @@ class Gpu(Placed):
         place = InstancePlace(gpu=self.id, start=start, slices=size.slices, gpu_uuid=self.uuid)
         memory_mib = memory_mib_of(kind) or 0.0
         update = {"id": instance_id(self.id, start), "type": kind, "uuid": None, "instance": place}
-        return self.model_copy(update=update | {"memory_mib": memory_mib, "price_per_hour": price})
+        return self.model_copy(
+            update=update | {"memory_mib": memory_mib, "price_per_hour": price, "whole_mib": self.memory_mib}
+        )
 
 
 def excludes(one: Placed, other: Placed) -> bool:
@@ -480,4 +483,5 @@ def whole_of(gpu: Gpu) -> Gpu:
         return gpu
     price = None if gpu.price_per_hour is None else round(gpu.price_per_hour / gpu.part, 9)
     update = {"id": gpu.device, "type": gpu.whole_type, "uuid": gpu.instance.gpu_uuid, "instance": None}
-    return gpu.model_copy(update=update | {"memory_mib": memory_mib_of(gpu.whole_type), "price_per_hour": price})
+    memory_mib = gpu.whole_mib or memory_mib_of(gpu.whole_type)
+    return gpu.model_copy(update=update | {"memory_mib": memory_mib, "price_per_hour": price, "whole_mib": None})

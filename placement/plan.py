@@ -40,7 +40,7 @@ class PlannedGpu(Placed):
     @classmethod
     def of(cls, gpu: Gpu) -> PlannedGpu:
         """Return the plan's entry for a GPU of the cluster."""
-        planned = cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour", "spot"}))
+        planned = cls(**gpu.model_dump(exclude={"memory_mib", "price_per_hour", "spot", "whole_mib"}))
         usual = gpu.memory_mib in (0.0, memory_mib_of(gpu.type))
         return planned if usual else planned.model_copy(update={"memory_mib": gpu.memory_mib})
 

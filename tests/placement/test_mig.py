@@ -96,6 +96,8 @@ def test_gpus_that_plans_may_cut_are_whole_to_those_that_cut() -> None:
     found = cluster(count=2, mig="managed", instances=layout(("3g.40gb", 4)))
     assert [(gpu.id, gpu.type) for gpu in found.uncut.gpus] == [("n0/0", "a100-80gb"), ("n0/1", "a100-80gb")]
     assert found.uncut.gpus[0].price_per_hour == cluster().gpus[0].price_per_hour
+    small = cluster(mig="managed", memory_mib=70_000.0, instances=layout(("3g.40gb", 4)))
+    assert [gpu.memory_mib for gpu in small.uncut.gpus] == [70_000.0]
     kept = cluster(mig="fixed", instances=layout(("3g.40gb", 4)))
     assert kept.uncut.gpus == kept.gpus
     (short,) = Cluster.parse("a100-80gb:1:mig").gpus
