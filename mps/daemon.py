@@ -80,9 +80,9 @@ class PrivateDaemon:
         self._make_folder()
         with self._lock("start", timeout_s):
             self._presence = self._open("users")
-            # The lock is shared, so it only waits for a process that is quitting the daemon.
-            self._flock(self._presence, fcntl.LOCK_SH, timeout_s, "another gpu-let is stopping the daemon")
             try:
+                # The lock is shared, so it only waits for a process that is quitting the daemon.
+                self._flock(self._presence, fcntl.LOCK_SH, timeout_s, "another gpu-let is stopping the daemon")
                 if self._owned_pid() is None:
                     self._start(timeout_s)
                 else:

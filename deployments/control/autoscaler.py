@@ -50,7 +50,7 @@ class GpuAutoscaler:
             bounds = self._bounds[kind]
             total = min(bounds.max, max(0, count_labelled(nodes, kind, bounds.labels) + count))
             selector = bounds.labels or {TYPE_LABEL: f"in({','.join(accelerators_of(kind))})"}
-            number = math.ceil(total / bounds.per_node)
+            number = min(math.ceil(total / bounds.per_node), bounds.max // bounds.per_node)
             bundles += [{"GPU": bounds.per_node}] * number
             selectors += [selector] * number
         self._request(bundles, selectors)

@@ -35,7 +35,7 @@ class ChangeRateLimit:
         """Note that a change is taken back. Return for how many seconds no other begins: twice as long after each
         failure in a row."""
         self.failures += 1
-        wait_s = min(HOUR_S, self._change.cool_down_s * 2.0 ** (self.failures - 1))
+        wait_s = min(HOUR_S, self._change.cool_down_s * 2.0 ** min(30, self.failures - 1))  # limit: of floats
         self._quiet_until_s = now_s + wait_s
         return wait_s
 

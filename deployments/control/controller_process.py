@@ -329,7 +329,7 @@ class ControllerReplica:
             with self._lock:
                 self._failure = failure
                 work, self._work = self._work, []
-            for _, future in work:
+            for future in (future for _, future in work if future.set_running_or_notify_cancel()):
                 future.set_exception(EnvironmentFaultError(failure))
         finally:
             if planner is not None:
@@ -346,6 +346,8 @@ class ControllerReplica:
                 return  # whoever asked after them is answered by the controller that has them
             work, self._work = self._work, []
         for what, future in work:
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever asked has given up, and was told that nothing is done
             try:
                 if live is None:
                     raise EnvironmentFaultError(_NOTHING)

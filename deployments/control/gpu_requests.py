@@ -24,6 +24,7 @@ class GpuRequests:
         self._bounds, self._come_s = settings.gpus, settings.change.come_s
         self.come_s, self._seen = self._come_s, dict[str, int]()
         self._totals: dict[str, int] | None = None
+        self._is_known = False  # the autoscaler was asked for `_totals`
         self._present: dict[str, int] = {}  # when they were asked for
         self._since_s: dict[str, float] = {}  # since when GPUs are missing, or more are asked for
         self._failures: dict[str, int] = {}
@@ -41,8 +42,9 @@ class GpuRequests:
             if kind not in self.given_up
         }
         has_shrunk = any(present.get(kind, 0) < count for kind, count in self._present.items())
-        if not self._bounds or (totals == self._totals and not has_shrunk):
+        if not self._bounds or (totals == self._totals and self._is_known and not has_shrunk):
             return None
+        self._is_known = True
         before, self._totals, self._present = self._totals or {}, totals, dict(present)
         for kind, count in totals.items():
             if count > before.get(kind, 0):
@@ -69,6 +71,7 @@ class GpuRequests:
             self._failures[kind] = self._failures.get(kind, 0) + 1
             self.given_up[kind] = now_s + min(_LONGEST_S, _REST * self._come_s * 2.0 ** (self._failures[kind] - 1))
             del self.missing[kind]
-        if late:
+        if late:  # what was asked for is asked for no more
+            self._is_known = False
             self._totals = {kind: n for kind, n in totals.items() if kind not in late}
         return late

@@ -92,9 +92,12 @@ class MeasuredLengths:
                     yield key, each.long, declared
 
     def _factors(self, spec: ModelSpec) -> dict[str, float]:
-        """Return the factors on declared lengths by their key, without those that may be right."""
+        """Return the factors on declared lengths by their key, without those that may be right. Answers may all be
+        empty: a mean below one token counts as one."""
         known = self._known(spec)
-        return {key: long.mean / declared.mean for key, long, declared in known if long.differs(declared.mean)}
+        return {
+            key: max(1.0, long.mean) / declared.mean for key, long, declared in known if long.differs(declared.mean)
+        }
 
     def measured(self, specs: Iterable[ModelSpec]) -> tuple[ModelSpec, ...]:
         """Return the models with lengths as measured."""

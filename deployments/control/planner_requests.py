@@ -92,7 +92,7 @@ class PlannerRequests:
         """Return the needs that have moved by the rule since the last question."""
 
         def has_moved(before: float, now: float) -> bool:
-            by_ratio = rule.ratio is not None and not 1.0 / rule.ratio <= now / before <= rule.ratio
+            by_ratio = rule.ratio is not None and max(now, before) > rule.ratio * min(now, before)
             return by_ratio or (rule.rps is not None and abs(now - before) >= rule.rps)
 
         return {name: now for name, now in needs.items() if has_moved(self._planned_rps.get(name, now), now)}

@@ -202,7 +202,6 @@ class Counters:
 
     def generation_refused(self, generation: OpenGeneration, refused: Refused, now_ms: float) -> None:
         """Count and remember a generation that is refused, or fails after some tokens."""
-        self.of(generation).generated_tokens += generation.tokens
         self._refused(generation, refused, now_ms)
         self.ended.add_refused(
             generation.client_id, generation.name, generation.arrived_ms, generation.first_by_ms, refused, now_ms

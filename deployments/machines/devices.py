@@ -54,7 +54,7 @@ class DeviceFigures:
         self._clock = clock
         self._nvml: DeviceNvml | None = None
         self._is_loaded = False
-        self._handles: list[Any] = []
+        self._devices: list[tuple[Any, str, str]] = []  # handle, UUID, name
         self._xids: dict[str, XidEvents] = {}
         self._read_s = -_EVERY_S
         self._latest: list[DeviceStatus] = []
@@ -73,19 +73,25 @@ class DeviceFigures:
         nvml = self._nvml
         if nvml is None:
             return []
-        return [self._device(nvml, handle) for handle in self._handles]
+        return [self._device(nvml, *device) for device in self._devices]
 
     def _begin(self) -> None:
         nvml = self._nvml = self._load()
         if nvml is None:
             return
         try:
-            self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
             logger.warning("the driver tells nothing of its GPUs: %s", error)
             return
-        for handle in self._handles:
-            uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
+        for index in range(count):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid, name = text_of(nvml.nvmlDeviceGetUUID(handle)), text_of(nvml.nvmlDeviceGetName(handle))
+            except nvml.NVMLError as error:
+                logger.warning("the driver tells nothing of GPU %d: %s", index, error)
+                continue
+            self._devices.append((handle, uuid, name))
             with contextlib.suppress(EnvironmentFaultError):  # not every GPU has events
                 self._xids[uuid] = XidEvents(uuid, nvml)
 
@@ -98,17 +104,16 @@ class DeviceFigures:
             logger.error("the driver reports Xid %s on GPU %s", xid, uuid)
         return len(watched.seen)
 
-    def _device(self, nvml: DeviceNvml, handle: Any) -> DeviceStatus:
+    def _device(self, nvml: DeviceNvml, handle: Any, uuid: str, name: str) -> DeviceStatus:
         def told(read: Callable[[], float]) -> float | None:
             try:
                 return read()
             except nvml.NVMLError:
                 return None
 
-        uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
         return DeviceStatus(
             uuid=uuid,
-            name=text_of(nvml.nvmlDeviceGetName(handle)),
+            name=name,
             memory_used_bytes=told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
             memory_total_bytes=told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
             utilization_ratio=told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0),

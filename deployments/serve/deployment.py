@@ -120,7 +120,7 @@ class Deployment(StrictModel):
     executor: ExecutorChoice = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    proxy_port: int | None = None
+    proxy_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     operator_port: int | None = None
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
     access: Entrance = Entrance()

@@ -44,7 +44,8 @@ class LogReader:
 def read_lines(
     files: Sequence[tuple[str, int | None]], last: int, folder: str | None = None
 ) -> list[tuple[list[str], int]]:
-    """Return the complete lines of files from an offset on, and the next offset. An incomplete line is left for later.
+    """Return the complete lines of files from an offset on, and the next offset. An incomplete line is left for later,
+    unless it is longer than is read at once: then its parts are lines.
 
     Args:
         files: paths below the folder, each with an offset in bytes; None: begin with its last lines.
@@ -62,7 +63,10 @@ def read_lines(
             if offset is not None and offset > size:  # the file was begun anew
                 offset = 0
             begin = file.seek(max(0, size - _MOST_BYTES) if offset is None else offset)
-            whole, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")
-        lines = whole.decode("utf-8", "replace").split("\n") if newline else []
+            read = file.read(_MOST_BYTES)
+        whole, newline, _ = read.rpartition(b"\n")
+        if not newline and len(read) == _MOST_BYTES:
+            whole = read  # of a line that is longer than that
+        lines = whole.decode("utf-8", "replace").split("\n") if newline or whole else []
         logs.append((lines if offset is not None else lines[max(0, len(lines) - last) :], begin + len(whole + newline)))
     return logs

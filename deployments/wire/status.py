@@ -115,9 +115,9 @@ class ModelCounts(RequestCounts, kw_only=True):
 
     `batches` and `batched` samples were sent to gpu-lets, and `queued` wait for a batch now. Planned figures are None
     where the plan expects nothing. Its dispatcher counts in it. `share_pct` and `shadow`: what a version is sent of its
-    model's requests. `prompt_tokens` and `generated_tokens`: those of generations that ended; `written_tokens`: all
-    that came, whatever becomes of their generation. `by_size`: of a model whose requests vary in size, its size
-    classes, smallest first.
+    model's requests. `prompt_tokens` and `generated_tokens`: those of generations that were answered;
+    `written_tokens`: all that came, whatever becomes of their generation. `by_size`: of a model whose requests vary in
+    size, its size classes, smallest first.
     """
 
     counted_at_s: float = 0.0

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from tenuto.deployments.control.change_rate_limit import ChangeRateLimit
 from tenuto.placement import Plan, Workload
 from tenuto.placement.planner import Proposal
 from tenuto.placement.planner.change_cost import ChangeWorth
@@ -341,6 +342,24 @@ def test_off_and_paused_change_nothing() -> None:
     paused.controller.pause(paused=False)
     paused.look(5)
     assert paused.applied
+
+
+@pytest.mark.parametrize("share_pct", [0.0, 1e-9, 100.0])
+def test_any_share_of_a_shadow_can_be_planned_with(share_pct: float) -> None:
+    """A shadow that gets no copies ended the controller at its next check."""
+    desk = PlanningDesk(ONE, GPUS)
+    desk.look(25)
+    shadow = ONE.model("a").model_copy(update={"name": "a:2", "shadow": True, "share_pct": share_pct})
+    desk.controller.edit({"a:2": shadow})
+    desk.rates["a:2"] = desk.lost["a:2"] = 0.0
+    desk.look(60)
+    assert desk.hosted() >= {"a", "b"}
+
+
+def test_failures_without_end_can_be_waited_for() -> None:
+    desk = Desk(ONE, GPUS)
+    limit = ChangeRateLimit(desk.settings.change, (), 0.0, 5000)
+    assert limit.failed(1.0) == 3600.0
 
 
 def test_changes_are_limited_per_hour_and_cool_down_before_they_save() -> None:

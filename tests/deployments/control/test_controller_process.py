@@ -25,6 +25,7 @@ from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.asking import until
 from tests.instruments.generating import PROFILES, writes
+from tests.instruments.live import PATIENCE_S
 from tests.instruments.plans import gpu, make_plan
 from tests.instruments.stores import DictStore
 
@@ -95,6 +96,32 @@ async def test_it_says_how_it_stands_and_what_it_decided(served: Served) -> None
     shown = await served.control.shown()
     assert (shown.paused, shown.decisions, shown.log[0].what) == (True, {"paused": 1}, "paused")
     assert not (await served.control.pause(False)).paused
+
+
+async def test_a_command_that_is_given_up_is_not_carried_out_and_harms_nobody(served: Served) -> None:
+    """A look may take longer than a command waits. Before, the command was carried out all the same, and its answer,
+    which nobody awaited, ended the controller."""
+    await served.control.state()
+    looks, status = threading.Event(), served.serve.status
+    blocked = threading.Event()
+
+    def slow_status() -> DispatchingStatus:
+        blocked.set()
+        assert looks.wait(PATIENCE_S)
+        return status()
+
+    served.serve.status = slow_status  # type: ignore[method-assign]
+    assert await asyncio.to_thread(blocked.wait, PATIENCE_S)
+    asked = [asyncio.create_task(served.control.pause(True)), asyncio.create_task(served.control.remove_model("b"))]
+    await asyncio.sleep(0.05)
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    served.serve.status = status  # type: ignore[method-assign]
+    looks.set()
+    state = await served.control.state()
+    assert not state.paused
+    assert "b" in [spec.name for spec in (await served.control.workload()).models]
 
 
 async def test_it_begins_anew_where_somebody_else_deployed_another_plan(served: Served) -> None:

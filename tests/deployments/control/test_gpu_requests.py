@@ -51,6 +51,27 @@ def test_gpus_are_asked_for_by_the_labels_of_their_type() -> None:
     assert ray.asked == []
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 3, 4])
+@pytest.mark.parametrize("most", [0, 1, 3, 4, 7])
+def test_ray_is_never_asked_for_more_than_a_bound(most: int, per_node: int) -> None:
+    ray = Ray({"t4": {"max": most, "per_node": per_node}})
+    for more in range(10):
+        ray.autoscaler.ask_for({"t4": more})
+        assert sum(bundle["GPU"] for bundle, _ in ray.asked) <= most
+
+
+def test_ray_is_asked_anew_when_a_type_is_given_up() -> None:
+    """Before, bundles that cannot be had stayed asked for where nothing else changed, and kept all others away."""
+    settings = ControlSettings.model_validate({"gpus": BOTH, "change": {"come_s": 60}})
+    for needed in ({"v100": 2}, {"v100": 2, "t4": 1}):
+        requests = GpuRequests(settings)
+        assert requests.update_totals(0.0, needed, {}) == {"v100": 0, "t4": 0} | needed
+        assert requests.update_totals(10.0, needed, {}) is None
+        assert requests.give_up_late(70.0, {"t4": 1}) == {"v100": 2}
+        assert requests.update_totals(71.0, needed, {"t4": 1}) == {"t4": needed.get("t4", 0)}
+        assert requests.update_totals(72.0, needed, {"t4": 1}) is None
+
+
 def test_ray_counts_by_labels_what_the_plan_counts_by_gpus() -> None:
     t4 = {"ray.io/accelerator-type": "T4"}
     ray = Ray({"t4": {"max": 4}}, (1.0, t4), (1.0, {}), (2.0, {"ray.io/accelerator-type": "L4"}))

@@ -72,6 +72,22 @@ def run(longer: float, *, first_gpus: int = 1, lost: str = "") -> ControlledRun:
     return found
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 100_000])
+@pytest.mark.parametrize("looks", [1, 60])
+def test_any_lengths_can_be_planned_with(tokens: int, looks: int) -> None:
+    """Answers that were all empty ended the controller, again and again."""
+    lengths = MeasuredLengths(20.0)
+    spec = ModelSpec.model_validate({**MODEL, "generates": {"prompt_tokens": 100, "output_tokens": 100}})
+    for look in range(looks):
+        lengths.observe(1.0, {"m": ModelSeen(generated=3, prompt_tokens=tokens + look % 2, output_tokens=tokens)})
+        lengths.have_moved([spec])
+        (measured,) = lengths.measured([spec])
+        assert measured.generates is not None
+        assert measured.generates.output_tokens is not None
+        assert measured.generates.output_tokens.mean > 0.0
+        lengths.asked([spec])
+
+
 def test_answers_twice_as_long_bring_another_plan_at_the_same_rate() -> None:
     same, longer = run(1.0), run(2.0)
     assert same.count(Kind.CHANGED) == 0

@@ -1,7 +1,10 @@
 """Figures of GPUs in base units, what a GPU does not tell left out, and every Xid counted once."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tenuto.deployments.machines.devices import DeviceFigures
 from tenuto.deployments.operator.exposition import render_metrics
@@ -68,6 +71,26 @@ class FakeNvml(fake_nvml.FakeNvml):
         if not self.xids:
             raise FakeError("timeout")
         return SimpleNamespace(device=0, eventData=self.xids.pop())
+
+
+async def test_a_gpu_that_is_lost_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the driver is asked may fail, at the first look or later."""
+
+    def lost(handle: int, *_others: object) -> Any:
+        if handle == 1:
+            raise FakeError("GPU is lost")
+        return whole(FakeNvml(), handle, *_others)
+
+    calls = [name for name in vars(FakeNvml) if name.startswith("nvmlDevice") and not name.endswith("Count")]
+    for name in calls:
+        for is_first in (True, False):
+            nvml, times_s = FakeNvml(), iter(range(0, 1000, 10))
+            figures = DeviceFigures(partial(lambda nvml: nvml, nvml), clock=partial(next, times_s))
+            if not is_first:
+                await figures.read()
+            whole = getattr(FakeNvml, name)
+            monkeypatch.setattr(nvml, name, lost)
+            assert "GPU-0" in [device.uuid for device in await figures.read()]
 
 
 async def test_figures_come_in_base_units_and_at_most_every_five_seconds() -> None:

@@ -30,6 +30,16 @@ def test_whole_lines_come_once_and_in_order(lines: list[str], cuts: list[int], l
     assert came == lines
 
 
+def test_a_line_that_is_longer_than_what_is_read_at_once_stops_nothing(tmp_path: Path) -> None:
+    long = "x" * (3 << 20)
+    (tmp_path / "a.log").write_text(f"one\n{long}\nlast\n")
+    came, offset = list[str](), 0
+    for _ in range(6):
+        ((found, offset),) = read_lines([("/a.log", offset)], 5, str(tmp_path))
+        came += found
+    assert (came[0], came[-1], "".join(came)) == ("one", "last", f"one{long}last")
+
+
 def test_a_process_that_still_waits_for_a_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve says of it only that it is starting."""
     ready = {"node_id": "n", "log_file_path": "/a.log", "state": "RUNNING"}
