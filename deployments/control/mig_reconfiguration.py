@@ -44,7 +44,7 @@ class MigReconfiguration:
         for gpu in held:
             self._there.setdefault(gpu.device, []).append(gpu)
         self._wanted: dict[str, list[PlannedGpu]] = {}  # by GPU to cut: its instances in the plan
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, list[PlannedGpu]] = {}  # by GPU that is being cut: the instances that it gets
         self._emulated = False
         self.refused: dict[str, str] = {}
 
@@ -73,33 +73,38 @@ class MigReconfiguration:
         """
         came = False
         for device, why in ({} if self._layouts is None else self._layouts.ended()).items():
-            self._under_way.discard(device)
-            places = self._wanted.get(device, [])
+            made = self._under_way.pop(device, [])
             if why:
                 logger.error("control: GPU %s could not be cut: %s", device, why)
-                planned = {(gpu.id, gpu.type) for gpu in places}  # the instances that had to go may exist or not
+                planned = {(gpu.id, gpu.type) for gpu in made}  # the instances that had to go may exist or not
                 self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in planned]
-                self.refused |= {gpu.id: why for gpu in places}
+                if self._wanted.get(device) == made:  # no other plan has come meanwhile
+                    self.refused |= {gpu.id: why for gpu in made}
             else:
-                came = self._note_instances(device) or came
+                came = self._note_instances(device, made) or came
         for device, places in list(self._wanted.items()):
             is_blocked = any(excludes(gpu, other) for gpu in places for other in leaving)
             if device in self._under_way or is_blocked or any(gpu.id in self.refused for gpu in places):
                 continue
             order = None if self._emulated else CutOrder.of(places)
             if order is None or self._layouts is None:
-                came = self._note_instances(device) or came
+                came = self._note_instances(device, places) or came
             else:
+                self._there[device] = self._staying(device, places)
+                self._under_way[device] = places
                 self._layouts.begin(order)
-                self._under_way.add(device)
         return came
 
-    def _note_instances(self, device: str) -> bool:
-        """Note that the instances of a GPU that were waited for are there; return whether there are any."""
-        places = self._wanted.pop(device, [])
-        staying = [g for g in self._there.get(device, ()) if not any(g.id == p.id or excludes(g, p) for p in places)]
-        self._there[device] = [*staying, *places]
-        return bool(places)
+    def _staying(self, device: str, places: Sequence[PlannedGpu]) -> list[PlannedGpu]:
+        """Return the instances of a GPU that stay when it is cut into these."""
+        return [gpu for gpu in self._there.get(device, ()) if not any(excludes(gpu, place) for place in places)]
+
+    def _note_instances(self, device: str, made: Sequence[PlannedGpu]) -> bool:
+        """Note that a GPU was cut; return whether it has got instances. The plan may want others by now."""
+        self._there[device] = [*{(gpu.id, gpu.type): gpu for gpu in (*self._staying(device, made), *made)}.values()]
+        if all(map(self._is_there, self._wanted.get(device, ()))):
+            self._wanted.pop(device, None)
+        return bool(made)
 
     def remaining(self, gpus: Sequence[Gpu], plan: Plan) -> tuple[Gpu, ...]:
         """Return the GPUs without those that cannot exist beside the plan's, and without MIG instances that another

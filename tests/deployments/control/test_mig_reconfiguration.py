@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tenuto.deployments.control.live import LiveSystem
+from tenuto.deployments.control.mig_reconfiguration import MigReconfiguration
 from tenuto.deployments.machines.node_layouts import CutOrder
 from tenuto.deployments.serve.config import ServeConfig
 from tenuto.deployments.serve.deployment import Deployment
@@ -97,6 +100,53 @@ class CutCluster:
 
 def places_of(config: ServeConfig) -> list[tuple[str, str]]:
     return sorted((app.spec.gpu.id, app.spec.gpu.type) for app in config.gpulets if app.spec is not None)
+
+
+WHOLE = (("7g.40gb", 0, "a"),)
+
+
+class SlowLayouts(FakeLayouts):
+    """A driver that cuts a GPU, and takes some looks for it."""
+
+    def __init__(self, layout: Plan) -> None:
+        self.layout = {(gpu.id, gpu.type) for gpu in layout.gpus}
+        self.cutting: tuple[int, CutOrder] | None = None
+        self.present = {}
+
+    def begin(self, order: CutOrder) -> None:
+        assert self.cutting is None
+        self.cutting = 3, order
+
+    def ended(self) -> dict[str, str]:
+        if self.cutting is None:
+            return {}
+        left, order = self.cutting
+        self.cutting = (left - 1, order) if left else None
+        if left:
+            return {}
+        self.layout = {(f"{order.device}.{cut.start}", f"a100-{cut.profile}") for cut in order.wanted}
+        return {order.device: ""}
+
+
+@given(asked=st.lists(st.tuples(st.sampled_from([HALVES, MIXED, WHOLE]), st.integers(0, 6)), min_size=1, max_size=6))
+def test_a_gpu_has_the_layout_of_the_last_plan_whenever_that_came(
+    asked: list[tuple[Sequence[tuple[str, int, str]], int]],
+) -> None:
+    """A plan may change while a GPU is being cut for the one before. Then nothing was cut back, or an instance was
+    believed to be there that never was."""
+    wanted = plan(HALVES)
+    driver = SlowLayouts(wanted)
+    layouts = MigReconfiguration(driver, wanted.gpus)
+    for places, looks in [*asked, (asked[-1][0], 20)]:
+        wanted = plan(places)
+        layouts.need(wanted, emulated=False)
+        for _ in range(looks):
+            layouts.go_on([])
+            ready = {(gpu.id, gpu.type) for gpu in wanted.gpus if gpu.id not in layouts.waiting}
+            if driver.cutting is None:
+                assert ready <= driver.layout
+    assert not layouts.waiting
+    assert driver.layout == {(gpu.id, gpu.type) for gpu in wanted.gpus}
 
 
 @pytest.mark.parametrize(("executor", "uuid"), [("emulated", None), ("auto", A100)])
