@@ -152,15 +152,17 @@ class Generations:
         """Let the generations of a gpu-let that closes go on elsewhere; without another gpu-let they go on there, for
         as long as it lives."""
         for number in list(gpulet.generating):
-            generation = self._open[number]
-            if self._fleet.ready_for(generation.name):
+            # An asker that is refused may take its other generations away.
+            generation = self._open.get(number)
+            if generation is not None and self._fleet.ready_for(generation.name):
                 self._stop(generation)
                 self._send(generation)
 
     def lost(self, gpulet: AttachedGpulet, reason: str) -> None:
         """Let the generations of a gpu-let that is gone go on elsewhere."""
         for number in list(gpulet.generating):
-            generation = self._open[number]
+            if (generation := self._open.get(number)) is None:
+                continue  # its asker left as another of its generations was refused
             self._forget(number)
             died = Refused(Outcome.FAILED, f"{_DIED} ({reason})", 1.0, gpulet.id, Rule.LOST)
             self._end(generation, gpulet, EndedSequence.failed(number, died, may_retry=True), self._time.clock_ms)
@@ -176,6 +178,8 @@ class Generations:
 
     def close(self) -> None:
         """Refuse everything that is open."""
-        for generation in list(self._open.values()):
-            self._stop(generation)
-            self._fail(generation, Refused(Outcome.FAILED, "the server is shutting down; send the request again", 1.0))
+        refused = Refused(Outcome.FAILED, "the server is shutting down; send the request again", 1.0)
+        for number, generation in list(self._open.items()):
+            if number in self._open:
+                self._stop(generation)
+                self._fail(generation, refused)

@@ -153,10 +153,11 @@ class SentBatches:
         long as its batch was to take. So a batch that is only a little late is still answered."""
         if self._overdue is not None:
             self._overdue.cancel()
+            self._overdue = None
         now, next_ms = self._core.time.clock_ms, INF
         hanging = []
-        for gpulet in self.fleet.attached():
-            for batch in gpulet.running.values():
+        for gpulet in list(self.fleet.attached()):
+            for batch in list(gpulet.running.values()):
                 lost_ms = batch.finish_ms + 1000.0 * GIVEN_UP_S
                 if lost_ms > now:
                     next_ms = min(next_ms, lost_ms)
@@ -215,9 +216,9 @@ class SentBatches:
         self._accounts.happened("gpu-let lost", f"{gpulet.id}: {reason}")
         lost = gpulet.lose()
         self._withhold(gpulet, now)
-        self.generations.lost(gpulet, reason)
         for batch in lost:
             self._retry_or_fail(batch.unanswered, now, f"{_NO_ANSWER} ({reason})", Rule.LOST)
+        self.generations.lost(gpulet, reason)
         self._leadership.lost(connection)
         self._core.carry_out(now)
         self._on_change()

@@ -44,6 +44,7 @@ class Peer:
         self.connection = connection
         self.running: dict[int, ArrivedBatch] = {}
         self.sub_cluster: str | None = None  # None: it is the only dispatcher
+        self.announcing = threading.Lock()
         self._channel = channel
 
     def fileno(self) -> int:
@@ -157,15 +158,24 @@ class Channel:
         address: Address = name.decode() if isinstance(name, bytes) else (name[0], name[1])
         return Endpoint(address, self._token, "" if tls is None else self._identity.certificate)
 
-    def announce(self, state: GpuletState) -> None:
-        """Send the state of this gpu-let to all connected dispatchers, and to each that connects later."""
+    def announce(self, state: GpuletState | None = None) -> None:
+        """Send the state of this gpu-let, by default the last one with the terms of now, to all connected dispatchers,
+        and to each that connects later."""
         with self._lock:
+            if (state := state or self._state) is None:
+                return
             terms = {name: term for name, (_, term) in self._in_charge.items()}
-            state = self._state = msgspec.structs.replace(state, terms=terms)
+            self._state = msgspec.structs.replace(state, terms=terms)
             peers = list(self._peers)
         for peer in peers:
-            peer.connection.limit_bodies(state.most_asked_bytes())
-        self.tell(state, peers)
+            self._send_state(peer)
+
+    def _send_state(self, peer: Peer) -> None:
+        """Send a peer the newest state. One thread does so at a time: none gets an older state after a newer one."""
+        with peer.announcing:
+            if (state := self._state) is not None:
+                peer.connection.limit_bodies(state.most_asked_bytes())
+                peer.connection.send(state)
 
     @property
     def is_used(self) -> bool:
@@ -192,7 +202,9 @@ class Channel:
             try:
                 connection, _ = made.accept()
             except OSError:
-                return  # closed
+                if self._is_closed.wait(BEAT_S):
+                    return
+                continue  # too many files are open, or the peer is gone
             self._start_thread("receives", self._greet, connection, tls)
 
     def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
@@ -215,10 +227,7 @@ class Channel:
             peer.connection.watch()
         with self._lock:
             self._peers.add(peer)
-            state = self._state
-        if state is not None:
-            peer.connection.limit_bodies(state.most_asked_bytes())
-            peer.connection.send(state)
+        self._send_state(peer)
         if connection.family == socket.AF_UNIX:
             with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
                 self._watch(peer)
@@ -258,13 +267,13 @@ class Channel:
             logger.warning("gpu-let %s closes a connection: %s", self._name, error)
         with self._lock:
             self._peers.discard(peer)
-            state, (holder, term) = self._state, self._holder(peer)
+            holder, term = self._holder(peer)
             is_left = holder is peer and bool(term.gateways)
             if is_left and peer.sub_cluster is not None:
                 self._in_charge[peer.sub_cluster] = peer, Term(term.number)
         _give_up(peer)  # nobody waits for its answers
-        if is_left and state is not None:
-            self.announce(state)
+        if is_left:
+            self.announce()
 
     def _take(self, peer: Peer, message: Message, body: memoryview, received_at: float) -> None:
         if isinstance(message, RunBatch):
@@ -284,7 +293,7 @@ class Channel:
         whether they are in charge."""
         peer.sub_cluster = name = claim.sub_cluster
         with self._lock:
-            state, (before, term) = self._state, self._holder(peer)
+            before, term = self._holder(peer)
             is_taken = claim.term.number >= term.number  # equal: the same dispatcher, maybe on another connection
             if is_taken:
                 self._in_charge[name] = peer, claim.term
@@ -293,8 +302,7 @@ class Channel:
         if is_taken and before is not None and before is not peer:
             logger.warning("gpu-let %s: another dispatcher of sub-cluster %s takes charge", self._name, name)
             _give_up(before)
-        if state is not None:
-            self.announce(state)
+        self.announce()
 
     def _holder(self, peer: Peer) -> tuple[Peer | None, Term]:
         """Return the dispatcher in charge of this peer's sub-cluster, or the one that was last, and its term."""
