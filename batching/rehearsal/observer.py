@@ -89,7 +89,7 @@ class Rehearsals:
     # What the driver calls --------------------------------------------------------------------------------------------
 
     def arrived(self, now: float, model: int, deadline_ms: float) -> Replay | None:
-        """Note a request that the scheduler is about to get; may return a replay, whose result goes to `learn`."""
+        """Note a request that the scheduler is about to get; may return a replay: `learn` or `failed` follows."""
         scheduler = self._scheduler
         if scheduler.load != self._load:
             self._follow_load(now)
@@ -134,6 +134,10 @@ class Rehearsals:
         recorded.knob = 1 - knob
         self._requests = min(MOST, 2 * self._requests)
         self._scheduler.tune(now, *self._present.setting)
+
+    def failed(self) -> None:
+        """Go on after the usual pause without the result of a replay, which could not be computed."""
+        self._until = PAUSE * len(self._arrivals)
 
     def status(self) -> SchedulerStatus:
         """Return the scheduler's status with the number of replays, and the share of the requests (or of their worth)

@@ -197,6 +197,7 @@ class BundleServer:
         self._lately: list[str] = []  # names of gateways that left a moment ago
         self._servers: dict[tuple[str, bool], asyncio.Server] = {}
         self._endpoints: dict[tuple[str, bool], Endpoint] = {}
+        self._listening = asyncio.Lock()  # two equal calls at once get one server
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = False
 
@@ -204,18 +205,19 @@ class BundleServer:
         """Listen, and return where. Without a host, only this machine can connect. With a host, it is a free port of
         that address, with TLS if `encrypted`."""
         encrypted = encrypted and bool(host)
-        known = self._endpoints.get((host, encrypted))
-        if known is not None:
-            return known
-        address: Address = (host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}"
-        server = self._servers[host, encrypted] = await listen(
-            address, self._accept, self._identity if encrypted else None
-        )
-        if host:
-            address = host, server.sockets[0].getsockname()[1]
-        made = Endpoint(address, self.token, self._identity.certificate if encrypted else "")
-        self._endpoints[host, encrypted] = made
-        return made
+        async with self._listening:
+            known = self._endpoints.get((host, encrypted))
+            if known is not None:
+                return known
+            address: Address = (host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}"
+            server = self._servers[host, encrypted] = await listen(
+                address, self._accept, self._identity if encrypted else None
+            )
+            if host:
+                address = host, server.sockets[0].getsockname()[1]
+            made = Endpoint(address, self.token, self._identity.certificate if encrypted else "")
+            self._endpoints[host, encrypted] = made
+            return made
 
     def _accept(self) -> FrameProtocol:
         return FrameProtocol(self._on_message, self._on_lost, expect_token=self.token, on_hello=self._on_hello)
@@ -297,10 +299,12 @@ class BundleServer:
             if not is_in_charge:
                 asked.fail(_NOT_IN_CHARGE)
                 continue
+            # Also a row that cannot be read leaves the others their parts of the body.
+            inline, body = body, body[sum([place.length for place in row.places if place.arena < 0]) :]
             try:
-                parts, body = read_parts(row.places, bundle.arenas, body, self._arenas)
+                parts, _ = read_parts(row.places, bundle.arenas, inline, self._arenas)
                 request = self._admit(asked, row, ahead_ms, gateway.samples(row))
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, LookupError) as error:
                 why = f"'{row.model}' was removed from the plan" if isinstance(error, KeyError) else str(error)
                 asked.fail(Refused(Outcome.FAILED, why))
                 continue

@@ -92,7 +92,7 @@ class DrivenScheduler:
         rehearsals = self._rehearsals
         if rehearsals is not None and (replay := rehearsals.arrived(now_ms, request.model, deadline_ms)) is not None:
             due_in_ms = rehearsals.due_ms(now_ms, replay) - now_ms
-            self._runner.begin(replay, due_in_ms, partial(self._rehearsed, rehearsals))
+            self._runner.begin(replay, due_in_ms, partial(self._rehearsed, rehearsals), rehearsals.failed)
         self.scheduler.add_request(now_ms, request.model, request.id, deadline_ms)
 
     # --- decisions ----------------------------------------------------------------------------------------------

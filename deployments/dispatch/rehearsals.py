@@ -100,9 +100,12 @@ class RehearsalRunner:
         self._compute = compute or self._process.run
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None]) -> None:
-        """Start a replay and return at once. `learn` is called on the event loop when the result is due, or later."""
-        self._task = asyncio.create_task(self._run(replay, due_in_ms, learn), name="rehearsal")
+    def begin(
+        self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None], fail: Callable[[], None]
+    ) -> None:
+        """Start a replay and return at once. `learn` is called on the event loop when the result is due, or later;
+        `fail` when there will be none."""
+        self._task = asyncio.create_task(self._run(replay, due_in_ms, learn, fail), name="rehearsal")
 
     def close(self) -> None:
         """Drop the replay that runs, and end the process."""
@@ -110,13 +113,16 @@ class RehearsalRunner:
             self._task.cancel()
         self._process.close()
 
-    async def _run(self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None]) -> None:
+    async def _run(
+        self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None], fail: Callable[[], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + due_in_ms / 1000.0
         try:
             computed = await self._compute(replay)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             logger.warning("a rehearsal of the scheduler failed: %s: %s", type(error).__name__, error)
+            fail()
             return
         await asyncio.sleep(due - loop.time())
         learn(computed)

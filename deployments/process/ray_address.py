@@ -41,6 +41,7 @@ _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp, see proc(5)
 # The address of a Unix socket holds 107 bytes (unix(7)). Below the folder Ray 2.60 makes a session, named by time and
 # process, and sockets in it: /session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store
 _LONGEST_FOLDER = 107 - 64  # limit: the rest of the 107 bytes
+_NOTES = "[0-9]*"  # files of deployments, named by port; not those that are being written
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -53,10 +54,10 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:  # limi
     """
     address = _resolved(address)
     bare = address.removeprefix("ray://")
-    host, _, port = bare.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:  # format: ports of TCP
+    host = bare.rpartition(":")[0]
+    if not host or not 0 < _port_of(address) < 65_536:  # format: ports of TCP
         return None if address in ("", "auto", "local") else f"'{address}' is not host:port"
-    return _why_not_ray(host.strip("[]"), int(port), timeout_s)
+    return _why_not_ray(host.strip("[]"), _port_of(address), timeout_s)
 
 
 def join_ray(address: str = "auto") -> None:
@@ -243,17 +244,25 @@ def known_deployments() -> list[KnownDeployment]:
     The port of an ended deployment may belong to another user now. So a deployment counts only while a socket of this
     user listens there.
     """
+    deployments = []
     try:
-        files = sorted(_notes().glob("*")) if _is_ours_alone(_own_folder()) else []
-        deployments = [KnownDeployment(**parse_json(read_text(file), str(file))) for file in files]
-    except (OSError, InvalidInputError, TypeError):  # another version wrote it
+        files = sorted(_notes().glob(_NOTES)) if _is_ours_alone(_own_folder()) else []
+    except OSError:
         return []
+    for file in files:
+        with contextlib.suppress(OSError, InvalidInputError, TypeError):  # another version wrote it
+            deployments.append(KnownDeployment(**parse_json(read_text(file), str(file))))
     return [k for k in deployments if _is_listened_to_by_us(k.address) and why_unreachable(k.address, 1.0) is None]
 
 
 def _is_listened_to_by_us(address: str) -> bool:
+    return _listeners(_port_of(address)) == {os.geteuid()}
+
+
+def _port_of(address: str) -> int:
+    """Return the port at the end of an address; 0 if there is none."""
     port = address.rpartition(":")[2]
-    return port.isdecimal() and _listeners(int(port)) == {os.geteuid()}
+    return int(port) if port.isdecimal() and len(port) <= 5 else 0  # format: ports of TCP
 
 
 def _resolved(address: str) -> str:
@@ -314,7 +323,7 @@ def announce(known: KnownDeployment) -> None:
         return
     make_session_folder()
     _notes().mkdir(parents=True, exist_ok=True)
-    for file in _notes().glob("*"):
+    for file in _notes().glob(_NOTES):
         if not _is_listened_to_by_us(file.name):
             file.unlink(missing_ok=True)  # that deployment is gone
     write_whole(_notes() / known.address.rpartition(":")[2], json.dumps(asdict(known)))

@@ -48,8 +48,12 @@ def test_what_rehearses_runs_only_when_nobody_else_wants_the_core() -> None:
     assert ran.stdout.strip() in ("True", "19")
 
 
-async def test_a_result_comes_when_it_is_due_and_a_failure_never(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_result_comes_when_it_is_due_and_a_failure_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
     found: list[Computed] = []
+    failed: list[bool] = []
+
+    def fail() -> None:
+        failed.append(True)
 
     async def compute(job: Any) -> Computed:
         if job.ends:
@@ -58,11 +62,12 @@ async def test_a_result_comes_when_it_is_due_and_a_failure_never(caplog: pytest.
 
     running = RehearsalRunner(compute)
     loop = asyncio.get_running_loop()
-    running.begin(Where(1, ends=True), 0.0, found.append)  # type: ignore[arg-type]
+    running.begin(Where(1, ends=True), 0.0, found.append, fail)  # type: ignore[arg-type]
     await until(lambda: "a rehearsal of the scheduler failed: EOFError" in caplog.text)
     begun = loop.time()
-    running.begin(Where(2), 20.0, found.append)  # type: ignore[arg-type]
+    running.begin(Where(2), 20.0, found.append, fail)  # type: ignore[arg-type]
     await until(lambda: bool(found))
+    assert failed == [True]
     assert found == [Computed(2, None)]  # type: ignore[arg-type]
     assert loop.time() - begun >= 0.0199
     running.close()

@@ -125,3 +125,7 @@ def test_the_verb_ends_with_3_at_a_wrong_address(capsys: pytest.CaptureFixture[s
         main(["cluster", "--address", address])
     assert ended.value.code == 3
     assert f"no Ray cluster answers at {address}: {address}: Connection refused" in capsys.readouterr().err
+
+
+def test_a_port_of_thousands_of_digits_is_no_port() -> None:
+    assert "is not host:port" in str(why_unreachable("127.0.0.1:" + "1" * 5000))
