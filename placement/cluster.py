@@ -394,14 +394,8 @@ class Cluster(StrictModel):
 
     @property
     def one_of_each(self) -> dict[str, Gpu]:
-        """A GPU of each type, by type in file order: the first of those with the least memory, as plans are to fit on
-        any GPU of their types."""
-        smallest: dict[str, Gpu] = {}
-        for gpu in self.gpus:
-            known = smallest.get(gpu.type)
-            if known is None or gpu.memory_mib < known.memory_mib:
-                smallest[gpu.type] = gpu
-        return smallest
+        """A GPU of each type, by type in file order: see `smallest_of_each`."""
+        return smallest_of_each(self.gpus)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -475,6 +469,17 @@ def _gpus_of(nodes: tuple[Node, ...], left_out: tuple[str, ...] | None) -> tuple
                     gpus.append(gpu)
                 index += 1
     return tuple(gpu for gpu in gpus if {gpu.id, gpu.device}.isdisjoint(left_out)) if left_out else tuple(gpus)
+
+
+def smallest_of_each(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+    """Return a GPU of each type, by type in order: the first of those with the least memory, as plans are to fit on any
+    GPU of their types."""
+    smallest: dict[str, Gpu] = {}
+    for gpu in gpus:
+        known = smallest.get(gpu.type)
+        if known is None or gpu.memory_mib < known.memory_mib:
+            smallest[gpu.type] = gpu
+    return smallest
 
 
 def whole_of(gpu: Gpu) -> Gpu:

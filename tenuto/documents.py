@@ -312,6 +312,11 @@ def check_target(path: str | Path, *, is_folder: bool = False) -> None:
         pass
 
 
+def unwritable(option: str, path: str | Path, error: OSError) -> InvalidInputError:
+    """Return what to raise where a path that an option names cannot be written."""
+    return refused(option, str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
+
+
 def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode: int | None = None) -> None:
     """Write a file whole or not at all: the old file stays until all of the new one is on the disk.
 

@@ -76,8 +76,8 @@ class MigReconfiguration:
             made = self._under_way.pop(device, [])
             if why:
                 logger.error("control: GPU %s could not be cut: %s", device, why)
-                planned = {(gpu.id, gpu.type) for gpu in made}  # the instances that had to go may exist or not
-                self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in planned]
+                ordered = {(gpu.id, gpu.type) for gpu in made}  # the instances that had to go may exist or not
+                self._there[device] = [g for g in self._there.get(device, ()) if (g.id, g.type) in ordered]
                 if self._wanted.get(device) == made:  # no other plan has come meanwhile
                     self.refused |= {gpu.id: why for gpu in made}
             else:

@@ -325,16 +325,17 @@ class BatchStore:
         """Return where the content of a file lies."""
         return self.folder / "files" / file_id
 
-    def room_bytes(self, key: str, more: int = 0) -> int:
+    def room_bytes(self, key: str) -> int:
         """Return how large a file of a key may be now.
-
-        Args:
-            key: whose file it is.
-            more: bytes that are here already and not counted yet.
 
         Raises:
             StoreError: 413 where the key holds all that it may, 507 where the disk is full.
         """
+        return min(self._check_room(key, 1), self.options.max_file_mib << 20)
+
+    def _check_room(self, key: str, size: int) -> int:
+        """Return how many bytes there is room for beside what a key holds; raises `StoreError`, as `room_bytes`, where
+        the key may not hold one more file of this size."""
         row: tuple[int, int] = self._db.execute(
             "SELECT COALESCE(SUM(kind = 'file'), 0), "
             "COALESCE(SUM(IIF(kind = 'file', json_extract(document, '$.bytes'), "
@@ -346,12 +347,12 @@ class BatchStore:
         if files >= self.options.max_files:
             raise StoreError(413, f"{files:,} files are here, and more are not allowed. Delete some.")
         allowed = (self.options.max_held_mib << 20) - held
-        if allowed <= more:
+        if allowed < size:
             raise StoreError(413, f"the files here hold {held >> 20} MiB, and more are not allowed. Delete some.")
         free = self._free_bytes(self.folder) - SPARE_BYTES
         if free <= 0:
             raise StoreError(507, "the disk is full. Delete files, or make room on the server.")
-        return min(allowed, free, self.options.max_file_mib << 20)
+        return min(allowed, free)
 
     def copy_file(self, content: BinaryIO) -> str:
         """Copy a file here, and return the id that it may have; any thread may do so. Raises OSError if the disk is
@@ -372,7 +373,7 @@ class BatchStore:
     def add_file(self, key: str, filename: str, file_id: str) -> msgspec.Raw:
         """Take a file that was copied here; if it cannot be noted, or others have taken the room meanwhile, it goes."""
         try:
-            self.room_bytes(key, self.path(file_id).stat().st_size - 1)
+            self._check_room(key, self.path(file_id).stat().st_size)
             with self._db:
                 self._add_file(key, file_id, filename, "batch")
         except (StoreError, OSError, sqlite3.Error):

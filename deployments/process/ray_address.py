@@ -53,11 +53,10 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:  # limi
         timeout_s: limit for the connection, and again for the first answer.
     """
     address = _resolved(address)
-    bare = address.removeprefix("ray://")
-    host = bare.rpartition(":")[0]
-    if not host or not 0 < _port_of(address) < 65_536:  # format: ports of TCP
+    host, port = address.removeprefix("ray://").rpartition(":")[0], _port_of(address)
+    if not host or not 0 < port < 65_536:  # format: ports of TCP
         return None if address in ("", "auto", "local") else f"'{address}' is not host:port"
-    return _why_not_ray(host.strip("[]"), _port_of(address), timeout_s)
+    return _why_not_ray(host.strip("[]"), port, timeout_s)
 
 
 def join_ray(address: str = "auto") -> None:

@@ -347,9 +347,11 @@ def _has_fallen(plan: Plan, workload: Workload) -> bool:
     parts = {spec.name: min(1.0, now.get(spec.name, 0.0) / spec.rate_rps) for spec in plan.models}
     held = needed = 0.0
     for gpulet in plan.gpulets:
-        each = gpulet.effective_share_pct * len(gpulet.gpus) / max(1, len(gpulet.models))
-        held += each * len(gpulet.models)
-        needed += each * sum(parts.get(replica.name, 1.0) for replica in gpulet.models)
+        of_models = [parts.get(replica.name, 1.0) for replica in gpulet.models]
+        if of_models:
+            takes_pct = gpulet.effective_share_pct * len(gpulet.gpus)
+            held += takes_pct
+            needed += takes_pct * sum(of_models) / len(of_models)
     return needed < held / HEADROOM
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, smallest_of_each
 from tenuto.placement.costs import latency_up_to
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet, Replica
@@ -31,7 +31,7 @@ def enlarge_batches(plan: Plan, workload: Workload, profiles: Profiles, gpus: Se
     as they are, and so do gpu-lets whose batches already break that rule.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
-    memory = {gpu.type: gpu.memory_mib for gpu in sorted(gpus, key=lambda gpu: -gpu.memory_mib)}  # the least of a type
+    memory = {kind: gpu.memory_mib for kind, gpu in smallest_of_each(gpus).items()}
     specs = {spec.name: spec for spec in workload.models}
     by_gpu: dict[str, list[Gpulet]] = plan.by_gpu()
     gpulets = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tenuto.documents import check_target, write_whole
-from tenuto.errors import InvalidInputError, refused
+from tenuto.documents import check_target, unwritable, write_whole
+from tenuto.errors import refused
 from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
@@ -34,7 +34,7 @@ class ProfileWriter:
         try:
             check_target(self.path)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable("-o", self.path, error) from error
         self.profile = Profile.load(path) if resume and path is not None and path.exists() else None
         self._resumed = self.profile is not None
 
@@ -122,7 +122,4 @@ class ProfileWriter:
         try:
             write_whole(path, self.profile.dump())
         except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> InvalidInputError:
-        return refused("-o", str(self.path), f"cannot be written ({error.strerror})", "Give a writable path.")
+            raise unwritable("-o", path, error) from error

@@ -17,8 +17,8 @@ import click
 from rich.console import Console
 from rich.segment import Segment
 
-from tenuto.documents import check_target, write_whole
-from tenuto.errors import InvalidInputError, one_of, printable, refused
+from tenuto.documents import check_target, unwritable, write_whole
+from tenuto.errors import one_of, printable, refused
 from tenuto.files import parse_number
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
@@ -53,12 +53,8 @@ class Target(click.Path):
         try:
             check_target(value, is_folder=self.dir_okay)
         except OSError as error:
-            raise _unwritable(param.opts[0] if param else "-o", value, error) from error
+            raise unwritable(param.opts[0] if param else "-o", value, error) from error
         return value
-
-
-def _unwritable(option: str, path: str, error: OSError) -> InvalidInputError:
-    return refused(option, path, f"cannot be written ({error.strerror})", "Give a writable path.")
 
 
 def output_option(help: str, *, is_folder: bool = False, required: bool = False) -> Callable[[Verb], Verb]:
@@ -122,7 +118,7 @@ def write_file(path: str, text: str, *, option: str = "-o", what: str = "") -> N
     try:
         write_whole(path, text)
     except OSError as error:
-        raise _unwritable(option, path, error) from error
+        raise unwritable(option, path, error) from error
     notice(f"wrote {path}{what and f': {what}'}")
 
 

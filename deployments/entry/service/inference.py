@@ -287,10 +287,9 @@ class InferenceService:
     def _count_proxy(self, exchange: Exchange, model: PlannedModel, began: float) -> None:
         """Take the time before this process as part of the request's: its deadline counts from where it began. Once,
         also where the request begins anew as its model was asleep."""
-        before_s = time.time() - began
         if exchange.has_proxy_time:
             return
-        exchange.has_proxy_time = True
+        exchange.has_proxy_time, before_s = True, time.time() - began
         if 0.0 <= before_s < _LONGEST_BEFORE_S:
             exchange.arrived_ms -= before_s * 1000.0
             histogram = self.proxied.get(model.name)
